@@ -1,0 +1,61 @@
+"""What a worker says about itself."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class GraphReadiness(enum.Enum):
+    """How much of a worker runs from captured graphs."""
+
+    EAGER = "eager"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """One sequence-length tier: its length in tokens, the sequences in it, the sequences that could start now."""
+
+    tier: int
+    running: int
+    free_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSnapshot:
+    """One consistent reading of an engine's load."""
+
+    running: int = 0
+    waiting: int = 0
+    outstanding_tokens: int = 0
+    tiers: tuple[TierLoad, ...] = ()
+    free_blocks: int = 0
+    total_blocks: int = 0
+    queue_age_s: float = 0.0
+    steps: int = 0
+    """Completed since start: the progress signal."""
+    step_ms: float = 0.0
+    """Recent mean time of a decode step."""
+    tokens_per_s: float = 0.0
+    readiness: GraphReadiness = GraphReadiness.EAGER
+    graph_replays: int = 0
+    eager_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What does not change while an engine lives."""
+
+    model: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tiers: tuple[int, ...]
+    buckets: tuple[int, ...]
+    dtype: str
+    device: str
+    has_tokenizer: bool
+    has_chat_template: bool
