@@ -1,0 +1,117 @@
+"""A Ray of this process's own on this machine: started for one pool, gone with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import psutil
+
+from cluster.process_census import ProcessCensus
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+OBJECT_STORE_BYTES = 80 * 2**20
+"""Ray's least: nothing of ours goes through its object store."""
+EXIT_GRACE_S = 5.0
+ENVIRONMENT = {
+    # A live grpc.aio channel in a process that forks can crash the child.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+    # Whoever reaches Ray's ports can run code: only holders of the token may.
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A replica that fails its health check is of no more use to its streams: end it without the drain's wait.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
+
+
+class PrivateRay:
+    """One Ray head on loopback, with its own folder, ports and token: it neither finds nor disturbs another Ray.
+
+    All calls into Ray run on one thread that lives as long as this object. The daemons are told by the kernel to die
+    with the thread that started them, so a thread pool's passing thread would not do.
+    """
+
+    def __init__(self, *, num_cpus: int, num_gpus: int | None = None, temp_dir: Path | None = None) -> None:
+        self._num_cpus = num_cpus
+        self._num_gpus = num_gpus
+        self._temp_dir = temp_dir
+        self._folder = temp_dir
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
+        self._census = ProcessCensus(self._is_daemon)
+
+    async def start(self) -> None:
+        """Start the daemons and connect. On any failure nothing is left running."""
+        prepare_environment()
+        # Unix socket paths are short: Ray's lie deep under this folder.
+        self._folder = self._temp_dir or Path(tempfile.mkdtemp(prefix="graphpool-", dir="/tmp"))  # noqa: S108
+        try:
+            await self.call(self._init)
+        except BaseException:
+            await asyncio.shield(self.stop())
+            raise
+        self._census.observe()
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function` on Ray's thread. A cancelled caller does not wait, but the next call does."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+    async def stop(self) -> list[str]:
+        """Disconnect and end every process; returns the names of those that had to be killed."""
+        self._census.observe()
+        await self.call(self._shutdown)
+        killed = await self.call(self._census.end, EXIT_GRACE_S)
+        self._thread.shutdown(wait=False)
+        if self._folder and not self._temp_dir:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        return killed
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process of this Ray, daemons and workers."""
+        self._census.observe()
+        return self._census.alive()
+
+    def _init(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            raise RuntimeError("Ray runs in this process already; a pool needs one of its own")
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        ray.init(
+            "local",
+            num_cpus=self._num_cpus,
+            num_gpus=self._num_gpus,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace="graphpool",
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(self._folder),
+        )
+
+    def _shutdown(self) -> None:
+        import ray
+
+        ray.shutdown()
+
+    def _is_daemon(self, process: psutil.Process) -> bool:
+        return any(str(self._folder) in argument for argument in process.cmdline())
+
+
+def prepare_environment() -> None:
+    """Set what Ray and gRPC read when they are imported, here and in every process started from here."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Ray reads the token once in a process, so every pool of this process shares it.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
