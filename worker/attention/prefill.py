@@ -1,0 +1,66 @@
+"""Prefill attention: the new tokens of each segment against themselves and what the pool already holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from worker.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSegment:
+    """Tokens [first, first + count) of the step are positions [start, start + count) of one sequence."""
+
+    first: int
+    start: int
+    count: int
+    block_table: torch.Tensor
+    """[blocks of the sequence up to start + count] int32."""
+
+
+class PagedPrefillAttention:
+    """Causal attention segment by segment, with lengths known to the host; exact, not padded."""
+
+    def __init__(self, kv_cache: KVCache, *, slots: torch.Tensor, segments: Sequence[PrefillSegment]) -> None:
+        self.kv_cache = kv_cache
+        self.slots = slots
+        self.segments = segments
+        self.masks = [_causal_mask(segment, slots.device) for segment in segments]
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]."""
+        self.kv_cache.write(layer, self.slots, k, v)
+        out = torch.empty_like(q)
+        for segment, mask in zip(self.segments, self.masks, strict=True):
+            span = slice(segment.first, segment.first + segment.count)
+            keys, values = k[span], v[span]
+            if segment.start:
+                keys = self._read(self.kv_cache.keys[layer], segment)
+                values = self._read(self.kv_cache.values[layer], segment)
+            out[span] = _attend(q[span], keys, values, mask)
+        return out
+
+    def _read(self, blocks: torch.Tensor, segment: PrefillSegment) -> torch.Tensor:
+        return blocks[segment.block_table].flatten(0, 1)[: segment.start + segment.count]
+
+
+def _causal_mask(segment: PrefillSegment, device: torch.device) -> torch.Tensor | None:
+    """None for a segment from position 0, which is plainly causal; else [count, start + count] bool."""
+    if segment.start == 0:
+        return None
+    ones = torch.ones(segment.count, segment.start + segment.count, dtype=torch.bool, device=device)
+    return ones.tril_(diagonal=segment.start)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """[tokens, heads, head_dim] each -> the same; fewer key than query heads are repeated."""
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+    return out.squeeze(0).transpose(0, 1)

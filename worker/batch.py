@@ -1,0 +1,47 @@
+"""What one step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from worker.sequence import Sequence
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one sequence inside a step: `count` of them from position `start`."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """Tokens in the KV pool once the step has run."""
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the sequence's last token, so that a new one is chosen."""
+        return self.end == len(self.sequence.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The segments of one step, and the shape it is padded to.
+
+    Decode: one token a segment, `bucket` rows. Prefill: `bucket` counts tokens over all segments.
+    """
+
+    phase: Phase
+    segments: tuple[Segment, ...]
+    tier: int
+    bucket: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, without padding."""
+        return sum(segment.count for segment in self.segments)

@@ -1,0 +1,75 @@
+"""How one worker is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+Graphs = Literal["auto", "off", "fake"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Everything a worker can be told. `None` means: decided from the model and the device."""
+
+    model: str = "smollm2-135m"
+    """The embedded model's name, a local directory, a `.gguf` file, or a hub id."""
+    load_format: LoadFormat = "auto"
+    """"dummy" reads a config alone and makes random weights; prompts are then token ids."""
+    device: Device = "auto"
+    """"auto" takes CUDA where there is a GPU."""
+    dtype: Dtype = "auto"
+    """"auto" is bfloat16 on CUDA and float32 on the CPU."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and answer together, in tokens; None = the model's limit."""
+    tiers: tuple[int, ...] | None = None
+    """Four sequence lengths, ascending; the last must be `max_model_len`."""
+    max_batch: int | None = None
+    """Sequences decoded together at most; None = 256 on CUDA, 16 on the CPU."""
+    buckets: tuple[int, ...] | None = None
+    """Batch sizes that steps are padded to, ascending; must hold 1 and `max_batch`."""
+    block_size: int = 16
+    """Tokens in one block of the KV pool."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV pool; None = what `gpu_memory_fraction` leaves on CUDA, 512 MiB or one longest sequence on the CPU."""
+    gpu_memory_fraction: float = 0.85
+    """Part of the GPU's memory that weights, KV pool and graphs may take."""
+    prefill_chunk: int = 512
+    """Prompt tokens computed in one step at most; longer prompts are cut into chunks."""
+    max_waiting: int = 1024
+    """Sequences that may queue; more are refused."""
+    graphs: Graphs = "auto"
+    """"auto" captures CUDA graphs on CUDA; "off" runs eagerly; "fake" runs the graph path without a GPU."""
+    cpu_threads: int | None = None
+    """Threads of one CPU operation; None = torch's choice."""
+    seed: int = 0
+    """Of the random weights of `load_format="dummy"`."""
+    cache_dir: Path | None = None
+    """Where converted models are kept; None = the user's cache folder."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("load_format", LoadFormat), ("device", Device), ("dtype", Dtype), ("graphs", Graphs)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
+        for name in (
+            "max_model_len",
+            "max_batch",
+            "block_size",
+            "kv_cache_bytes",
+            "prefill_chunk",
+            "max_waiting",
+            "cpu_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, must be in (0, 1]")
+        if self.prefill_chunk % self.block_size:
+            raise ValueError(
+                f"prefill_chunk is {self.prefill_chunk}, must be a multiple of block_size, {self.block_size}"
+            )

@@ -1,0 +1,173 @@
+"""The engine: requests in, steps of the model, events out. Synchronous, single-threaded, without a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from worker.batch import Batch
+from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, RequestAborted, WorkerError
+from worker.kv_cache import KVCache
+from worker.live_request import Decode, LiveRequest
+from worker.load import EngineInfo, LoadSnapshot
+from worker.meter import StepMeter
+from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, RequestFailed
+from worker.runner import Runner, StepOutput
+from worker.sampling import check_token_ids
+from worker.scheduler import Scheduler
+from worker.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine is made of."""
+
+    info: EngineInfo
+    scheduler: Scheduler
+    runner: Runner
+    kv_cache: KVCache
+    decode: Decode | None
+    """None when the model has no tokenizer: answers are then token ids alone."""
+    clock: Callable[[], float]
+    """Monotonic seconds; request deadlines are on it."""
+
+
+class Engine:
+    """Owns every request from `add` to its last event."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.info = parts.info
+        self.scheduler = parts.scheduler
+        self.runner = parts.runner
+        self.kv_cache = parts.kv_cache
+        self.meter = StepMeter()
+        self._decode = parts.decode
+        self._clock = parts.clock
+        self._live: dict[str, LiveRequest] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would find anything to do."""
+        return self.scheduler.has_work
+
+    @property
+    def live_request_ids(self) -> Collection[str]:
+        """Requests that have not ended."""
+        return self._live.keys()
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises InvalidRequest or QueueFull, and then nothing is kept of it."""
+        check_request(request, self.info)
+        if request.request_id in self._live:
+            raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
+        live = LiveRequest(request, self.info.max_model_len, self._clock(), self._decode)
+        self.scheduler.add([choice.sequence for choice in live.choices])
+        self._live[request.request_id] = live
+
+    def cancel(self, request_id: str) -> list[EngineEvent]:
+        """End a request now; its rows and blocks are free at once. Unknown ids change nothing."""
+        if request_id not in self._live:
+            return []
+        return [self._fail(request_id, RequestAborted("the request was cancelled"))]
+
+    def fail_all(self, error: WorkerError) -> list[EngineEvent]:
+        """End every request with `error`."""
+        return [self._fail(request_id, error) for request_id in list(self._live)]
+
+    def plan(self) -> tuple[list[EngineEvent], Batch | None]:
+        """End what is past its deadline, then choose the next step."""
+        now_s = self._clock()
+        events: list[EngineEvent] = [
+            self._fail(request_id, DeadlineExceeded("the deadline passed before the answer was complete"))
+            for request_id, live in list(self._live.items())
+            if live.request.deadline_s is not None and now_s >= live.request.deadline_s
+        ]
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            for segment in batch.segments:
+                if segment.sequence.first_scheduled_s is None:
+                    segment.sequence.first_scheduled_s = now_s
+        return events, batch
+
+    def execute(self, batch: Batch) -> list[EngineEvent]:
+        """Run a planned step and hand out what it brought."""
+        started_s = self._clock()
+        output = self.runner.run(batch)
+        now_s = self._clock()
+        self.meter.record(batch, output.runner, now_s - started_s)
+        return self._commit(batch, output, now_s)
+
+    def step(self) -> list[EngineEvent]:
+        """Plan and execute one step."""
+        events, batch = self.plan()
+        return events if batch is None else events + self.execute(batch)
+
+    def load(self) -> LoadSnapshot:
+        """What the engine holds right now."""
+        now_s, scheduler = self._clock(), self.scheduler
+        return self.meter.snapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            outstanding_tokens=sum(sequence.outstanding_tokens for sequence in scheduler.sequences()),
+            tiers=scheduler.tier_loads(),
+            free_blocks=scheduler.pool.num_free,
+            total_blocks=scheduler.pool.num_usable,
+            queue_age_s=now_s - min((sequence.arrival_s for sequence in scheduler.waiting), default=now_s),
+        )
+
+    def _commit(self, batch: Batch, output: StepOutput, now_s: float) -> list[EngineEvent]:
+        sampling = [segment.sequence for segment in batch.segments if segment.samples]
+        for segment in batch.segments:
+            segment.sequence.num_computed = segment.end
+        events: list[EngineEvent] = []
+        for row, sequence in enumerate(sampling):
+            live = self._live.get(sequence.request.request_id)
+            if live is None:
+                continue  # a sibling choice has failed the whole request in this very step
+            if output.is_finite[row]:
+                events.append(
+                    replace(self._advance(live, sequence, output, row, now_s), tier=batch.tier, bucket=batch.bucket)
+                )
+            else:
+                error = NumericalError("the model produced NaN or infinity for this request")
+                events.append(self._fail(sequence.request.request_id, error, scrub=True))
+        return events
+
+    def _advance(
+        self, live: LiveRequest, sequence: Sequence, output: StepOutput, row: int, now_s: float
+    ) -> ChoiceDelta:
+        delta = live.advance(sequence, output, row, self.info.eos_token_ids, now_s)
+        if delta.finish_reason is not None:
+            self.scheduler.finish(sequence)
+            if live.is_finished:
+                del self._live[live.request.request_id]
+        return delta
+
+    def _fail(self, request_id: str, error: WorkerError, *, scrub: bool = False) -> RequestFailed:
+        live = self._live.pop(request_id)
+        for choice in live.choices:
+            if choice.sequence.state is not SequenceState.FINISHED:
+                if scrub and choice.sequence.block_table:
+                    self.kv_cache.scrub(choice.sequence.block_table)
+                self.scheduler.finish(choice.sequence)
+        return RequestFailed(request_id, error)
+
+
+def check_request(request: GenerateRequest, info: EngineInfo) -> None:
+    """Refuse what this model can not serve. Raises InvalidRequest."""
+    length, params = len(request.prompt_token_ids), request.sampling
+    if length == 0:
+        raise InvalidRequest("prompt", "is empty")
+    if length >= info.max_model_len:
+        raise InvalidRequest("prompt", f"has {length} tokens, the limit is {info.max_model_len - 1}")
+    if params.max_tokens is not None and length + params.max_tokens > info.max_model_len:
+        raise InvalidRequest(
+            "max_tokens",
+            f"{params.max_tokens} after a prompt of {length} tokens is more than the context of {info.max_model_len}",
+        )
+    if params.min_tokens > info.max_model_len - length:
+        raise InvalidRequest("min_tokens", f"{params.min_tokens} is more than the context leaves")
+    check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
+    params.check_vocabulary(info.vocab_size)
+    if params.stop and not info.has_tokenizer:
+        raise InvalidRequest("stop", "needs a tokenizer, and this model is served without one; use stop_token_ids")

@@ -1,0 +1,149 @@
+"""Runs an engine on a thread of its own and shows it as an EngineService."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from worker.engine import Engine, check_request
+from worker.errors import Draining, EngineDead, QueueFull, WorkerError
+from worker.load import EngineInfo, LoadSnapshot
+from worker.progress import ProgressWatch
+from worker.request import EngineEvent, GenerateRequest, RequestFailed
+from worker.service import EventSink
+
+log = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.05
+IDLE_WAIT_S = 0.25
+JOIN_S = 30.0
+
+Command = Callable[[], list[EngineEvent]]
+
+
+class EngineThread:
+    """See worker.service.EngineService for the contract of each method."""
+
+    def __init__(
+        self, engine: Engine, sink: EventSink, *, on_death: Callable[[BaseException], None] | None = None
+    ) -> None:
+        self._engine = engine
+        self._sink = sink
+        self._on_death = on_death
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._progress = ProgressWatch()
+        self._load = engine.load()
+        self._load_due_s = 0.0
+        self._is_draining = False
+        self._is_stopping = False
+        self._death: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="graphpool-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> EngineInfo:
+        """See EngineService."""
+        return self._engine.info
+
+    def submit(self, request: GenerateRequest) -> None:
+        """See EngineService."""
+        self._check_open()
+        if self._is_draining:
+            raise Draining("the worker is draining")
+        check_request(request, self._engine.info)
+        scheduler = self._engine.scheduler
+        waiting = len(scheduler.waiting) + self._commands.qsize()
+        if waiting + request.sampling.n > scheduler.max_waiting:
+            raise QueueFull(waiting, scheduler.max_waiting)
+        self._commands.put(lambda: self._add(request))
+
+    def cancel(self, request_id: str) -> None:
+        """See EngineService."""
+        self._commands.put(lambda: self._engine.cancel(request_id))
+
+    def load(self) -> LoadSnapshot:
+        """See EngineService; at most LOAD_INTERVAL_S old while steps run."""
+        return self._load
+
+    def check(self) -> None:
+        """See EngineService."""
+        self._check_open()
+        self._progress.check(time.monotonic())
+
+    def drain(self) -> None:
+        """See EngineService."""
+        self._is_draining = True
+
+    def stop(self) -> None:
+        """See EngineService."""
+        self._is_stopping = True
+        self._commands.put(list)
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
+
+    def _check_open(self) -> None:
+        if self._death is not None or self._is_stopping:
+            raise EngineDead("the engine has stopped") from self._death
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._turn()
+        except BaseException as error:
+            log.exception("the engine thread ended with an error")
+            self._death = error
+        self._end()
+
+    def _turn(self) -> None:
+        """Take commands, run one step if there is anything to run, hand the events on."""
+        events = self._take_commands()
+        planned, batch = self._engine.plan()
+        events += planned
+        if batch is not None:
+            self._progress.begin(time.monotonic(), self._engine.meter.predict_s(batch))
+            events += self._engine.execute(batch)
+            self._progress.end()
+        if events:
+            self._sink(events)
+        self._refresh_load()
+
+    def _take_commands(self) -> list[EngineEvent]:
+        """Everything queued; with no work at hand, waits for the next command."""
+        events: list[EngineEvent] = []
+        try:
+            if not self._engine.has_work:
+                events += self._commands.get(timeout=IDLE_WAIT_S)()
+            while True:
+                events += self._commands.get_nowait()()
+        except Empty:
+            return events
+
+    def _add(self, request: GenerateRequest) -> list[EngineEvent]:
+        try:
+            self._engine.add(request)
+        except WorkerError as error:
+            return [RequestFailed(request.request_id, error)]
+        return []
+
+    def _refresh_load(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._load_due_s or not self._engine.has_work:
+            self._load = self._engine.load()
+            self._load_due_s = now_s + LOAD_INTERVAL_S
+
+    def _end(self) -> None:
+        """End every request, also those still in the command queue, and tell the host of a death."""
+        events: list[EngineEvent] = []
+        try:
+            while True:
+                events += self._commands.get_nowait()()
+        except Empty:
+            pass
+        events += self._engine.fail_all(EngineDead("the engine has stopped"))
+        if events:
+            self._sink(events)
+        if self._death is not None and self._on_death is not None:
+            self._on_death(self._death)

@@ -1,0 +1,68 @@
+"""Counts steps and their time, and predicts how long the next one takes."""
+
+from __future__ import annotations
+
+from worker.batch import Batch
+from worker.load import GraphReadiness, LoadSnapshot, TierLoad
+
+WEIGHT = 0.1
+"""Of the newest step in the running means."""
+
+
+class StepMeter:
+    """Running means over recent steps; times in seconds."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.graph_replays = 0
+        self.decode_step_s: float | None = None
+        self.prefill_token_s: float | None = None
+        self._token_s: float | None = None
+
+    def record(self, batch: Batch, runner: str, took_s: float) -> None:
+        """Count one finished step."""
+        self.steps += 1
+        self.graph_replays += runner == "graph"
+        if batch.phase == "decode":
+            self.decode_step_s = _mean(self.decode_step_s, took_s)
+            self._token_s = _mean(self._token_s, took_s / len(batch.segments))
+        else:
+            self.prefill_token_s = _mean(self.prefill_token_s, took_s / batch.num_tokens)
+
+    def predict_s(self, batch: Batch) -> float | None:
+        """How long `batch` will take; None before there was one of its phase."""
+        if batch.phase == "decode":
+            return self.decode_step_s
+        return None if self.prefill_token_s is None else self.prefill_token_s * batch.num_tokens
+
+    def snapshot(
+        self,
+        *,
+        running: int,
+        waiting: int,
+        outstanding_tokens: int,
+        tiers: tuple[TierLoad, ...],
+        free_blocks: int,
+        total_blocks: int,
+        queue_age_s: float,
+    ) -> LoadSnapshot:
+        """The engine's numbers and these counters as one reading."""
+        return LoadSnapshot(
+            running=running,
+            waiting=waiting,
+            outstanding_tokens=outstanding_tokens,
+            tiers=tiers,
+            free_blocks=free_blocks,
+            total_blocks=total_blocks,
+            queue_age_s=queue_age_s,
+            steps=self.steps,
+            step_ms=1e3 * (self.decode_step_s or 0.0),
+            tokens_per_s=0.0 if not (running and self._token_s) else 1 / self._token_s,
+            readiness=GraphReadiness.EAGER,
+            graph_replays=self.graph_replays,
+            eager_steps=self.steps - self.graph_replays,
+        )
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + WEIGHT * (new - old)

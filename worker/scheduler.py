@@ -1,0 +1,161 @@
+"""Continuous batching: which sequences run, and what the next step computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from worker.batch import Batch, Phase, Segment
+from worker.block_pool import BlockPool
+from worker.errors import QueueFull
+from worker.load import TierLoad
+from worker.policy import choose_phase
+from worker.sequence import Sequence, SequenceState
+from worker.tiers import BucketTable, TierTable
+
+
+class Scheduler:
+    """First come, first served, limited by rows and blocks; under pressure the youngest is preempted by recompute.
+
+    It can not deadlock: the pool holds at least one sequence of the longest tier, and preemption always spares the
+    oldest one running.
+    """
+
+    def __init__(
+        self,
+        *,
+        tiers: TierTable,
+        buckets: BucketTable,
+        prefill_buckets: BucketTable,
+        pool: BlockPool,
+        max_waiting: int,
+        max_prefill_segments: int,
+    ) -> None:
+        if pool.num_usable < tiers.num_blocks(tiers.longest):
+            raise ValueError(
+                f"the KV pool has {pool.num_usable} blocks, one sequence of {tiers.longest} tokens needs "
+                f"{tiers.num_blocks(tiers.longest)}: raise kv_cache_bytes or lower max_model_len"
+            )
+        self.tiers = tiers
+        self.buckets = buckets
+        self.prefill_buckets = prefill_buckets
+        self.pool = pool
+        self.max_waiting = max_waiting
+        self.max_prefill_segments = max_prefill_segments
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._last: Phase = "decode"
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Everything that is not finished."""
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue the choices of one request, all or none. Raises QueueFull."""
+        if len(self.waiting) + len(sequences) > self.max_waiting:
+            raise QueueFull(len(self.waiting), self.max_waiting)
+        self.waiting.extend(sequences)
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None when nothing can run. Blocks for its tokens are allocated."""
+        self._admit()
+        num_decode = sum(sequence.is_decoding for sequence in self.running)
+        phase = choose_phase(num_prefill=len(self.running) - num_decode, num_decode=num_decode, last=self._last)
+        segments = self._decode_segments() if phase == "decode" else self._prefill_segments()
+        if not segments:
+            return None
+        self._last = phase
+        tier = self.tiers.fit(max(segment.end for segment in segments))
+        if phase == "decode":
+            return Batch(phase, tuple(segments), tier, self.buckets.fit(len(segments)))
+        num_tokens = sum(segment.count for segment in segments)
+        return Batch(phase, tuple(segments), tier, self.prefill_buckets.fit(num_tokens))
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, whatever its state, and free what it holds."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            self._free(sequence)
+        elif sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def tier_loads(self) -> tuple[TierLoad, ...]:
+        """For each tier: the sequences in it, and how many more could start now, by rows and by blocks."""
+        in_tier = dict.fromkeys(self.tiers.lengths, 0)
+        for sequence in self.running:
+            in_tier[self.tiers.fit(len(sequence.token_ids))] += 1
+        free_rows = max(self.buckets.largest - len(self.running) - len(self.waiting), 0)
+        return tuple(
+            TierLoad(length, in_tier[length], min(free_rows, self.pool.num_free // self.tiers.num_blocks(length)))
+            for length in self.tiers.lengths
+        )
+
+    def _admit(self) -> None:
+        """Move waiting sequences to running while there is a row, and blocks for all their tokens and one more."""
+        while self.waiting and len(self.running) < self.buckets.largest:
+            sequence = self.waiting[0]
+            needed = self.tiers.num_blocks(min(len(sequence.token_ids) + 1, self.tiers.longest))
+            # One spare block for each running sequence keeps a newcomer from being preempted at once.
+            spare = len(self.running) if self.running else 0
+            if needed + spare > self.pool.num_free:
+                return
+            blocks = self.pool.allocate(needed)
+            assert blocks is not None
+            self.waiting.popleft()
+            sequence.block_table = blocks
+            sequence.state = SequenceState.RUNNING
+            self.running.append(sequence)
+
+    def _prefill_segments(self) -> list[Segment]:
+        """The oldest sequences with uncomputed prompt, cut to the chunk size."""
+        budget = self.prefill_buckets.largest
+        segments: list[Segment] = []
+        for sequence in self.running:
+            if budget == 0 or len(segments) == self.max_prefill_segments:
+                break
+            if not sequence.is_decoding:
+                count = min(sequence.num_uncomputed, budget)
+                segments.append(Segment(sequence, sequence.num_computed, count))
+                budget -= count
+        return segments
+
+    def _decode_segments(self) -> list[Segment]:
+        """Every decoding sequence, each with a block for its next token; may preempt."""
+        for sequence in list(self.running):
+            if sequence.state is SequenceState.RUNNING and sequence.is_decoding:
+                self._ensure_block(sequence)
+        return [Segment(sequence, sequence.num_computed, 1) for sequence in self.running if sequence.is_decoding]
+
+    def _ensure_block(self, sequence: Sequence) -> None:
+        """Give `sequence` room for one more token, at the cost of the youngest sequence, which may be itself."""
+        while len(sequence.block_table) < self.tiers.num_blocks(len(sequence.token_ids)):
+            blocks = self.pool.allocate(1)
+            if blocks is not None:
+                sequence.block_table += blocks
+                continue
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue: its tokens are kept, their keys and values are computed again."""
+        self.running.remove(sequence)
+        self._free(sequence)
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        sequence.state = SequenceState.WAITING
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []

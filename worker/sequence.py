@@ -1,0 +1,75 @@
+"""The engine's side of one choice of one request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from worker.request import FinishReason, GenerateRequest, Timings
+
+
+class SequenceState(enum.Enum):
+    """WAITING -> RUNNING -> FINISHED; preemption goes back from RUNNING to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One row's tokens and blocks. `token_ids` is the prompt followed by what was generated."""
+
+    request: GenerateRequest
+    index: int
+    max_tokens: int
+    """Resolved: never more than the context leaves."""
+    arrival_s: float
+    token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Leading tokens whose keys and values are in the pool."""
+    block_table: list[int] = field(default_factory=list)
+    state: SequenceState = SequenceState.WAITING
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far; also the position key of the next random number."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to be run through the model; 1 means: ready for a decode step."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step of this sequence is a decode step."""
+        return self.num_uncomputed == 1 and self.num_generated > 0
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens this sequence may still cost: prompt to prefill plus answer to generate."""
+        return max(self.num_prompt - self.num_computed, 0) + self.max_tokens - self.num_generated
+
+    def timings(self, now_s: float) -> Timings:
+        """Seconds in each stage, for a sequence that ends now."""
+        started = now_s if self.first_scheduled_s is None else self.first_scheduled_s
+        first_token = now_s if self.first_token_s is None else self.first_token_s
+        return Timings(queue_s=started - self.arrival_s, prefill_s=first_token - started, decode_s=now_s - first_token)
