@@ -1,0 +1,13 @@
+"""How long work on model files tells how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, bytes done, bytes in total) from the thread that does it."""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A Progress that shows nothing."""
+    del what, done, total
