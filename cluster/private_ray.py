@@ -53,7 +53,7 @@ class PrivateRay:
         """Start the daemons and connect. On any failure nothing is left running."""
         prepare_environment()
         # Unix socket paths are short: Ray's lie deep under this folder.
-        self._folder = self._temp_dir or Path(tempfile.mkdtemp(prefix="graphpool-", dir="/tmp"))  # noqa: S108
+        self._folder = self._temp_dir or Path(tempfile.mkdtemp(prefix="graphpool-", dir="/tmp"))
         try:
             await self.call(self._init)
         except BaseException:
