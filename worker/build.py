@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from worker.block_pool import BlockPool
+from worker.causal_lm import NativeCausalLM
 from worker.config import WorkerConfig
 from worker.engine import Engine, EngineParts
 from worker.engine_thread import EngineThread
@@ -92,7 +93,7 @@ def create_engine(config: WorkerConfig, files: ModelFiles, model: LoadedModel, t
         device=shapes.device,
     )
     runner = EagerRunner(
-        model.decoder,
+        NativeCausalLM(model.decoder),
         kv_cache,
         shapes.tiers,
         max_batch=shapes.buckets.largest,

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from worker.batch import Batch
+from worker.chooser import StepOutput
 from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, RequestAborted, WorkerError
 from worker.kv_cache import KVCache
 from worker.live_request import Decode, LiveRequest
 from worker.load import EngineInfo, LoadSnapshot
 from worker.meter import StepMeter
 from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, RequestFailed
-from worker.runner import Runner, StepOutput
+from worker.runner import Runner
 from worker.sampling import check_token_ids
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, SequenceState

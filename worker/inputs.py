@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -80,7 +82,7 @@ class SamplingInputs:
             {"temperature": real, "top_p": real, "min_p": real, "uniform": real, "top_k": whole}, device
         )
 
-    def fill(self, segments: list[Segment], bucket: int) -> None:
+    def fill(self, segments: Sequence[Segment], bucket: int) -> None:
         """Write one row for each of `segments`, neutral values up to `bucket`, and upload."""
         host, count = self.staging.host, len(segments)
         params = [segment.sequence.request.sampling for segment in segments]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from worker.chooser import StepOutput
 from worker.request import ChoiceDelta, FinishReason, GenerateRequest
-from worker.runner import StepOutput
 from worker.sequence import Sequence
 from worker.text.choice_text import ChoiceText
 

@@ -21,27 +21,44 @@ class PagedDecodeAttention:
         self.kv_cache = kv_cache
         self.slots = slots
         self.block_tables = block_tables
-        width = block_tables.shape[1] * kv_cache.block_size
-        live = torch.arange(width, device=slots.device) < context_lens[:, None]
-        self.mask = live[:, None, None, :]
+        self.places = torch.arange(block_tables.shape[1] * kv_cache.block_size, device=slots.device)
+        self.context_lens = context_lens[:, None]
+        live = self.places < self.context_lens
         self.dead = ~live[:, None, :, None]
+        self._masks: dict[int | None, torch.Tensor] = {None: live[:, None, None, :]}
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads, head_dim]."""
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads, head_dim].
+
+        `sliding_window` counts the keys a query sees, itself among them.
+        """
         self.kv_cache.write(layer, self.slots, k, v)
         rows, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         # The queries of one KV head share its keys: they take the place of the query length.
-        grouped = q.view(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        out = functional.scaled_dot_product_attention(
-            grouped,
-            self._gather(self.kv_cache.keys[layer]),
-            self._gather(self.kv_cache.values[layer]),
-            attn_mask=self.mask,
-        )
+        grouped = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        keys, values = self._gather(self.kv_cache.keys[layer]), self._gather(self.kv_cache.values[layer])
+        mask = self._mask(sliding_window)
+        out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(rows, num_heads, head_dim)
 
     def _gather(self, blocks: torch.Tensor) -> torch.Tensor:
         """[num_blocks, block_size, kv_heads, head_dim] -> this step's [rows, kv_heads, width, head_dim]."""
         gathered = blocks[self.block_tables]
         return gathered.flatten(1, 2).transpose(1, 2).masked_fill_(self.dead, 0)
+
+    def _mask(self, sliding_window: int | None) -> torch.Tensor:
+        """[rows, 1, 1, width] bool, made once a step."""
+        if sliding_window not in self._masks:
+            near = self.places >= self.context_lens - sliding_window
+            self._masks[sliding_window] = self._masks[None] & near[:, None, None, :]
+        return self._masks[sliding_window]

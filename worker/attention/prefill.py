@@ -29,38 +29,64 @@ class PagedPrefillAttention:
         self.kv_cache = kv_cache
         self.slots = slots
         self.segments = segments
-        self.masks = [_causal_mask(segment, slots.device) for segment in segments]
+        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]."""
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
+
+        `sliding_window` counts the keys a query sees, itself among them.
+        """
         self.kv_cache.write(layer, self.slots, k, v)
-        out = torch.empty_like(q)
-        for segment, mask in zip(self.segments, self.masks, strict=True):
+        out = q.new_empty(q.shape)
+        for segment, mask in zip(self.segments, self._masks_for(sliding_window), strict=True):
             span = slice(segment.first, segment.first + segment.count)
             keys, values = k[span], v[span]
             if segment.start:
                 keys = self._read(self.kv_cache.keys[layer], segment)
                 values = self._read(self.kv_cache.values[layer], segment)
-            out[span] = _attend(q[span], keys, values, mask)
+            out[span] = attend_causal(q[span], keys, values, mask, scale)
         return out
 
     def _read(self, blocks: torch.Tensor, segment: PrefillSegment) -> torch.Tensor:
         return blocks[segment.block_table].flatten(0, 1)[: segment.start + segment.count]
 
+    def _masks_for(self, sliding_window: int | None) -> list[torch.Tensor | None]:
+        """One mask a segment, made once a step."""
+        if sliding_window not in self._masks:
+            self._masks[sliding_window] = [
+                _causal_mask(segment, sliding_window, self.slots.device) for segment in self.segments
+            ]
+        return self._masks[sliding_window]
 
-def _causal_mask(segment: PrefillSegment, device: torch.device) -> torch.Tensor | None:
-    """None for a segment from position 0, which is plainly causal; else [count, start + count] bool."""
-    if segment.start == 0:
+
+def _causal_mask(segment: PrefillSegment, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """[count, start + count] bool; None for what is plainly causal from position 0."""
+    is_windowed = sliding_window is not None and sliding_window < segment.start + segment.count
+    if segment.start == 0 and not is_windowed:
         return None
     ones = torch.ones(segment.count, segment.start + segment.count, dtype=torch.bool, device=device)
-    return ones.tril_(diagonal=segment.start)
+    mask = ones.tril(diagonal=segment.start)
+    return mask if not is_windowed else mask.triu_(diagonal=segment.start - sliding_window + 1)  # type: ignore[operator]
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """[tokens, heads, head_dim] each -> the same; fewer key than query heads are repeated."""
+def attend_causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """[tokens, heads, head_dim] each -> the same; fewer key than query heads are repeated. No mask: causal."""
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+    out = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
     return out.squeeze(0).transpose(0, 1)

@@ -1,0 +1,115 @@
+"""A runner without a model, for testing what the engine does around one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from worker.batch import Batch
+from worker.block_pool import BlockPool
+from worker.chooser import StepOutput
+from worker.engine import Engine, EngineParts
+from worker.kv_cache import KVCache
+from worker.load import EngineInfo
+from worker.scheduler import Scheduler
+from worker.sequence import Sequence
+from worker.tiers import BucketTable, TierTable, default_buckets, default_tiers
+
+VOCAB = 256
+EOS = 0
+
+NextToken = Callable[[Sequence], int]
+
+
+def byte_text(ids: object, skip_special: bool) -> str:
+    """A tokenizer of single bytes: token id = byte; 0 is a special token without text."""
+    values = [int(i) for i in ids if not (skip_special and int(i) == EOS)]  # type: ignore[attr-defined]
+    return bytes(values).decode("utf-8", errors="replace")
+
+
+class ScriptRunner:
+    """Chooses `next_token(sequence)`; knobs make a step fail or a row come out as NaN."""
+
+    max_prefill_segments = 64
+
+    def __init__(self, next_token: NextToken) -> None:
+        self.next_token = next_token
+        self.batches: list[Batch] = []
+        self.bad_rows: set[str] = set()
+        self.error: Exception | None = None
+
+    def run(self, batch: Batch) -> StepOutput:
+        if self.error is not None:
+            raise self.error
+        self.batches.append(batch)
+        sampling = [segment.sequence for segment in batch.segments if segment.samples]
+        return StepOutput(
+            [self.next_token(sequence) for sequence in sampling],
+            [sequence.request.request_id not in self.bad_rows for sequence in sampling],
+            [None] * len(sampling),
+        )
+
+
+class ManualClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def script_engine(
+    next_token: NextToken,
+    *,
+    max_model_len: int = 64,
+    max_batch: int = 8,
+    num_blocks: int = 129,
+    max_waiting: int = 100,
+    clock: Callable[[], float] | None = None,
+) -> tuple[Engine, ScriptRunner]:
+    """An engine over a ScriptRunner and a byte tokenizer; the KV pool is real but one number wide."""
+    runner = ScriptRunner(next_token)
+    tiers = TierTable(default_tiers(max_model_len), 4)
+    buckets = BucketTable(default_buckets(max_batch))
+    scheduler = Scheduler(
+        tiers=tiers,
+        buckets=buckets,
+        prefill_buckets=BucketTable(default_buckets(32)),
+        pool=BlockPool(num_blocks),
+        max_waiting=max_waiting,
+        max_prefill_segments=runner.max_prefill_segments,
+    )
+    info = EngineInfo(
+        model="script",
+        architecture="Script",
+        max_model_len=max_model_len,
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        tiers=tiers.lengths,
+        buckets=buckets.sizes,
+        dtype="float32",
+        device="cpu",
+        has_tokenizer=True,
+        has_chat_template=False,
+    )
+    kv_cache = KVCache(
+        num_layers=1,
+        num_blocks=num_blocks,
+        block_size=4,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    parts = EngineParts(
+        info=info,
+        scheduler=scheduler,
+        runner=runner,
+        kv_cache=kv_cache,
+        decode=byte_text,
+        clock=clock or ManualClock(),
+    )
+    return Engine(parts), runner

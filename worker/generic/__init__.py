@@ -1,0 +1,1 @@
+"""Any transformers causal language model on the paged KV pool, through its attention interface."""
