@@ -1,0 +1,1 @@
+"""Many workers as one service: router, replicas, membership, client, command line."""

@@ -1,0 +1,226 @@
+"""What can be set about routers, replicas and clients. Raises ValueError naming the value that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+MESSAGE_BYTES = 4 * 1024 * 1024
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keepalive:
+    """When an HTTP/2 connection that says nothing is asked whether it is alive, and when it is given up."""
+
+    time_s: float = 10.0
+    """Quiet time before a ping."""
+    timeout_s: float = 5.0
+    """Wait for the ping's answer; then the connection counts as dead."""
+    min_ping_interval_s: float = 5.0
+    """A server cuts off peers that ping more often than this."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "time_s", "timeout_s", "min_ping_interval_s")
+        if self.time_s < self.min_ping_interval_s:
+            raise ValueError(f"time_s {self.time_s} is under min_ping_interval_s {self.min_ping_interval_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """One router process."""
+
+    listen: str = "127.0.0.1:50050"
+    """host:port; port 0 = any free one. Another host than loopback needs `insecure`."""
+    insecure: bool = False
+    """Serve without TLS and tokens on an address that others can reach."""
+    name: str = ""
+    """Empty = made at start."""
+    replicas: tuple[str, ...] = ()
+    """host:port of replicas that do not announce themselves."""
+    reflection: bool = True
+    """Offer server reflection; on loopback only."""
+    max_streams: int = 4096
+    """Requests answered at the same time; more are refused with RESOURCE_EXHAUSTED."""
+    max_queued_messages: int = 256
+    """Messages of one answer that may wait for its reader; more end the request."""
+    placement_budget: int = 3
+    """Replicas one request is given to at most, while no token of its answer has arrived."""
+    wait_for_replica_s: float = 2.0
+    """How long a request waits while no replica is ready."""
+    announce_period_s: float = 1.0
+    """How often replicas are told to announce themselves; after three periods of silence a lost one is forgotten."""
+    silence_timeout_s: float = 3.0
+    """A replica that sends nothing at all for this long, not even its load, is given up."""
+    connect_timeout_s: float = 2.0
+    """From dialing a replica to its first frame."""
+    reconnect_min_s: float = 0.1
+    """Pause after a first failed connection; doubles with each further one."""
+    reconnect_max_s: float = 5.0
+    """Longest pause between connections."""
+    canary_timeout_s: float = 15.0
+    """Longest time of the generation that admits a replica."""
+    keepalive: Keepalive = field(default_factory=Keepalive)
+    """Of clients' and of replicas' connections."""
+
+    def __post_init__(self) -> None:
+        check_listen(self.listen, insecure=self.insecure)
+        for address in self.replicas:
+            check_address("replicas", address)
+        _at_least_one(self, "max_streams", "max_queued_messages", "placement_budget")
+        _positive(self, "announce_period_s", "silence_timeout_s", "connect_timeout_s", "canary_timeout_s")
+        _positive(self, "reconnect_min_s", "reconnect_max_s")
+        _not_negative(self, "wait_for_replica_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """One replica process: the host of one worker."""
+
+    listen: str = "127.0.0.1:0"
+    """host:port; port 0 = any free one. Another host than loopback needs `insecure`."""
+    insecure: bool = False
+    """Serve without TLS and tokens on an address that others can reach."""
+    advertise: str = ""
+    """Host that routers dial; empty = that of `listen`."""
+    name: str = ""
+    """Stable over restarts of the same place; empty = made at start."""
+    routers: tuple[str, ...] = ()
+    """host:port of routers to announce this replica to."""
+    reflection: bool = True
+    """Offer server reflection; on loopback only."""
+    max_streams: int = 4096
+    """Requests of direct clients answered at the same time."""
+    flush_interval_ms: float = 8.0
+    """Least time between two messages of an answer, past the first; 0 = a message for every step."""
+    max_flush_interval_ms: float = 64.0
+    """The interval widens with the number of live answers, up to this."""
+    flush_cost_ms: float = 0.2
+    """Router and client time a message costs: the interval is at least twice this for each live answer."""
+    load_period_s: float = 0.25
+    """A load report goes to every router at least this often."""
+    write_timeout_s: float = 5.0
+    """A router that reads nothing for this long loses its stream, and its requests are cancelled."""
+    max_pending_bytes: int = 64 * 1024 * 1024
+    """Most that may wait for one router, in bytes; more ends its stream."""
+    announce_period_s: float = 1.0
+    """Between announcements, unless the router asks for another pace."""
+    inline_text_bytes: int = 4096
+    """Longer texts are tokenised on a thread of their own."""
+    keepalive: Keepalive = field(default_factory=Keepalive)
+    """Of routers' and of direct clients' connections."""
+
+    def __post_init__(self) -> None:
+        check_listen(self.listen, insecure=self.insecure)
+        for address in self.routers:
+            check_address("routers", address)
+        _at_least_one(self, "max_streams", "max_pending_bytes")
+        _positive(self, "load_period_s", "write_timeout_s", "announce_period_s")
+        _not_negative(self, "flush_interval_ms", "flush_cost_ms", "inline_text_bytes")
+        if not self.flush_interval_ms <= self.max_flush_interval_ms < math.inf:
+            raise ValueError(f"max_flush_interval_ms {self.max_flush_interval_ms} is under {self.flush_interval_ms}")
+        host = split_address("listen", self.listen)[0]
+        if host in ("0.0.0.0", "::") and not self.advertise:
+            raise ValueError(f"advertise must name a host when listen is {self.listen!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """How a client behaves; the same for all its calls."""
+
+    timeout_s: float | None = None
+    """Deadline of a call that sets none; None = wait for as long as it takes."""
+    max_attempts: int = 4
+    """Tries of one call, 1 to 5: UNAVAILABLE and RESOURCE_EXHAUSTED are tried again before the first message."""
+    backoff_min_s: float = 0.1
+    """Pause before the second try, unless the server names one; doubles with each further try."""
+    backoff_max_s: float = 2.0
+    """Longest pause."""
+    keepalive: Keepalive = field(default_factory=Keepalive)
+    """Of the connection to the server."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None:
+            _positive(self, "timeout_s")
+        if not 1 <= self.max_attempts <= 5:
+            raise ValueError(f"max_attempts {self.max_attempts} is outside [1, 5]")
+        _positive(self, "backoff_min_s", "backoff_max_s")
+
+
+def from_mapping(config: type[T], values: Mapping[str, Any]) -> T:
+    """Build a config from plain values, such as a file's: unknown keys are refused, lists become tuples."""
+    names = {entry.name for entry in dataclasses.fields(config)}  # type: ignore[arg-type]
+    unknown = sorted(values.keys() - names)
+    if unknown:
+        raise ValueError(f"{config.__name__} has no {', '.join(map(repr, unknown))}; it has {', '.join(sorted(names))}")
+    return config(**{name: _plain(name, value) for name, value in values.items()})
+
+
+def check_listen(address: str, *, insecure: bool) -> None:
+    """Refuse to serve others without protection unless that is asked for."""
+    host, _ = split_address("listen", address)
+    if not is_loopback(host) and not insecure:
+        raise ValueError(
+            f"listen {address!r} can be reached by others: without TLS and tokens that needs insecure=True"
+        )
+
+
+def check_address(name: str, address: str) -> None:
+    """Refuse what cannot be dialed."""
+    if split_address(name, address)[1] == 0:
+        raise ValueError(f"{name}: {address!r} has no port to dial")
+
+
+def split_address(name: str, address: str) -> tuple[str, int]:
+    """The host (without brackets) and port of `host:port`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535 or "/" in host or "@" in host:
+        raise ValueError(f"{name}: {address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with the brackets IPv6 needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name == "keepalive" and isinstance(value, Mapping):
+        return from_mapping(Keepalive, value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} {value} is not a positive number")
+
+
+def _not_negative(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} {value} is negative or not a number")
+
+
+def _at_least_one(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value < 1:
+            raise ValueError(f"{name} {value} is under 1")

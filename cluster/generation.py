@@ -1,0 +1,125 @@
+"""The public service, over any backend."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+from cluster import codec, status
+from cluster.answers import AnswerFold, chat_response
+from cluster.backend import Backend
+from cluster.codec import AnyRequest
+from cluster.config import MESSAGE_BYTES
+from cluster.errors import AnswerTooLarge, DuplicateRequest, TooManyStreams
+from protos import generation_pb2, generation_pb2_grpc
+from worker.errors import DeadlineExceeded
+
+SERVICE = "graphpool.v1.GenerationService"
+REQUEST_ID_KEY = "request-id"
+ANSWER_BYTES = MESSAGE_BYTES - 64 * 1024
+"""Room is left for what a chat message adds to an answer."""
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Pieces = AsyncGenerator[generation_pb2.GenerateResponse, None]
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Admits and names requests; the backend answers them.
+
+    Nothing, not even initial metadata, is sent before the first piece, so that until then an RPC may be tried again.
+    """
+
+    def __init__(self, backend: Backend, *, max_streams: int, draw_seed: Callable[[], int] | None = None) -> None:
+        self._backend = backend
+        self._max_streams = max_streams
+        self._draw_seed = draw_seed or (lambda: secrets.randbits(63))
+        self._live: set[str] = set()
+
+    @property
+    def num_live(self) -> int:
+        """Requests being answered now."""
+        return len(self._live)
+
+    async def Generate(  # noqa: D102, N802  # the contract is in the .proto
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> generation_pb2.GenerateResponse:
+        return await self._whole(request, context)
+
+    async def GenerateStream(  # type: ignore[override]  # noqa: D102, N802
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> None:
+        async with self._answer(request, context) as pieces:
+            async for piece in pieces:
+                await context.write(piece)
+
+    async def Chat(  # noqa: D102, N802
+        self, request: generation_pb2.ChatRequest, context: Context
+    ) -> generation_pb2.ChatResponse:
+        return chat_response(await self._whole(request, context))
+
+    async def ChatStream(  # type: ignore[override]  # noqa: D102, N802
+        self, request: generation_pb2.ChatRequest, context: Context
+    ) -> None:
+        async with self._answer(request, context) as pieces:
+            async for piece in pieces:
+                await context.write(chat_response(piece))
+
+    async def Tokenize(  # noqa: D102, N802
+        self, request: generation_pb2.TokenizeRequest, context: Context
+    ) -> generation_pb2.TokenizeResponse:
+        async with status.on_error(context):
+            return await self._backend.tokenize(request, timeout_s=_time_left(context))
+
+    async def Detokenize(  # noqa: D102, N802
+        self, request: generation_pb2.DetokenizeRequest, context: Context
+    ) -> generation_pb2.DetokenizeResponse:
+        async with status.on_error(context):
+            return await self._backend.detokenize(request, timeout_s=_time_left(context))
+
+    async def _whole(self, request: AnyRequest, context: Context) -> generation_pb2.GenerateResponse:
+        fold = AnswerFold()
+        async with self._answer(request, context) as pieces:
+            async for piece in pieces:
+                fold.add(piece)
+            answer = fold.result()
+            if answer.ByteSize() > ANSWER_BYTES:
+                raise AnswerTooLarge(answer.ByteSize(), ANSWER_BYTES)
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _answer(self, request: AnyRequest, context: Context) -> AsyncIterator[Pieces]:
+        async with status.on_error(context):
+            self._admit(request, context)
+            try:
+                pieces = self._backend.generate(request, timeout_s=_time_left(context))
+                async with contextlib.aclosing(pieces):
+                    yield pieces
+            finally:
+                self._live.discard(request.request_id)
+
+    def _admit(self, request: AnyRequest, context: Context) -> None:
+        """Check the request and make it repeatable: it gets its id and its seed here, once for all attempts."""
+        codec.check_request_id(request.request_id)
+        if not request.request_id:
+            request.request_id = uuid.uuid4().hex
+        context.set_trailing_metadata(((REQUEST_ID_KEY, request.request_id),))
+        codec.check_request(request)
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = self._draw_seed()
+        if len(self._live) >= self._max_streams:
+            raise TooManyStreams(self._max_streams)
+        if request.request_id in self._live:
+            raise DuplicateRequest(request.request_id)
+        self._live.add(request.request_id)
+
+
+def _time_left(context: Context) -> float | None:
+    remaining: float | None = context.time_remaining()
+    if remaining is not None and remaining <= 0:
+        raise DeadlineExceeded
+    return remaining

@@ -1,0 +1,75 @@
+"""Bytes that are no message are the client's fault, and end as such instead of as an unknown error."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from cluster import status
+from cluster.errors import MalformedMessage
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Deserializer = Callable[[bytes], Message]
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
+
+
+class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub only
+    """Answers INVALID_ARGUMENT to unary requests whose bytes do not parse."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """The method's handler with its parser and its behaviour replaced; made once a method."""
+        method: str = handler_call_details.method
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None or not _can_wrap(handler):
+                return handler
+            wrapped = self._wrapped[method] = _tolerant(handler)
+        return wrapped
+
+
+def _can_wrap(handler: Handler) -> bool:
+    behaviour = handler.unary_unary or handler.unary_stream
+    return inspect.iscoroutinefunction(behaviour) and handler.request_deserializer is not None
+
+
+def _tolerant(handler: Any) -> Handler:
+    unary = handler.unary_unary is not None
+    create = grpc.unary_unary_rpc_method_handler if unary else grpc.unary_stream_rpc_method_handler
+    return create(
+        _checked(handler.unary_unary or handler.unary_stream),
+        request_deserializer=_lenient(handler.request_deserializer),
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _lenient(deserialize: Deserializer) -> Callable[[bytes], Message | MalformedMessage]:
+    def parse(raw: bytes) -> Message | MalformedMessage:
+        try:
+            return deserialize(raw)
+        except DecodeError:
+            message_class = getattr(deserialize, "__self__", None)
+            return MalformedMessage(message_class.__name__ if isinstance(message_class, type) else "message")
+
+    return parse
+
+
+def _checked(behaviour: Behaviour) -> Behaviour:
+    async def answer(request: Message | MalformedMessage, context: Context) -> Any:
+        if isinstance(request, MalformedMessage):
+            await status.abort(context, request)
+        return await behaviour(request, context)
+
+    return answer

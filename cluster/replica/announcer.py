@@ -1,0 +1,80 @@
+"""Keeps routers informed that this replica exists."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from cluster.config import Keepalive
+from cluster.transport import open_link_channel
+from protos import replica_pb2, replica_pb2_grpc
+
+MIN_PERIOD_S = 0.05
+MAX_PERIOD_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class Announcer:
+    """Announces to each router at once, after every change, and at the pace the router asks for."""
+
+    def __init__(
+        self, announcement: Callable[[], replica_pb2.AnnounceRequest], *, period_s: float, keepalive: Keepalive
+    ) -> None:
+        self._announcement = announcement
+        self._period_s = period_s
+        self._keepalive = keepalive
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changes: dict[str, asyncio.Event] = {}
+
+    def announce_to(self, routers: Sequence[str]) -> None:
+        """Announce to these routers from now on, and to no others."""
+        for address in self._tasks.keys() - set(routers):
+            self._tasks.pop(address).cancel()
+            del self._changes[address]
+        for address in routers:
+            if address not in self._tasks:
+                self._changes[address] = asyncio.Event()
+                self._tasks[address] = asyncio.create_task(self._run(address, self._changes[address]))
+
+    def announce_change(self) -> None:
+        """Something routers should know at once has changed."""
+        for change in self._changes.values():
+            change.set()
+
+    async def stop(self) -> None:
+        """End, without a farewell."""
+        tasks = list(self._tasks.values())
+        self.announce_to(())
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, address: str, change: asyncio.Event) -> None:
+        async with open_link_channel(address, self._keepalive) as channel:
+            stub = replica_pb2_grpc.MembershipServiceStub(channel)
+            was_heard = True
+            while True:
+                change.clear()
+                period_s = await self._announce(stub)
+                if (period_s is not None) != was_heard:
+                    was_heard = period_s is not None
+                    log.log(logging.INFO if was_heard else logging.WARNING, _heard(address, was_heard))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(period_s or self._period_s):
+                        await change.wait()
+
+    async def _announce(self, stub: replica_pb2_grpc.MembershipServiceAsyncStub) -> float | None:
+        """The pace the router asks for; None if it did not take the announcement."""
+        try:
+            response = await stub.Announce(self._announcement(), timeout=max(1.0, self._period_s))
+        except grpc.aio.AioRpcError as error:
+            log.debug("announcement refused: %s %s", error.code(), error.details())
+            return None
+        return min(max(response.next_s or self._period_s, MIN_PERIOD_S), MAX_PERIOD_S)
+
+
+def _heard(address: str, was_heard: bool) -> str:
+    return f"router {address} {'takes' if was_heard else 'does not take'} announcements"

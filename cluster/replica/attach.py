@@ -1,0 +1,48 @@
+"""The service routers attach to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+from cluster import status
+from cluster.config import ReplicaConfig
+from cluster.replica.engine_backend import EngineBackend
+from cluster.replica.session import AttachSession
+from protos import replica_pb2, replica_pb2_grpc
+
+SERVICE = "graphpool.v1.ReplicaService"
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):
+    """A session for each router."""
+
+    def __init__(
+        self, backend: EngineBackend, config: ReplicaConfig, hello: Callable[[], replica_pb2.ReplicaHello]
+    ) -> None:
+        self._backend = backend
+        self._config = config
+        self._hello = hello
+        self._num_sessions = 0
+
+    @property
+    def num_sessions(self) -> int:
+        """Routers attached now."""
+        return self._num_sessions
+
+    async def Attach(  # type: ignore[override]  # noqa: D102, N802  # the contract is in the .proto
+        self,
+        request_iterator: object,  # noqa: ARG002  # the session reads from the context
+        context: Context,
+    ) -> None:
+        session = AttachSession(self._backend, self._config, self._hello())
+        self._num_sessions += 1
+        try:
+            async with status.on_error(context):
+                await session.run(context)
+        finally:
+            self._num_sessions -= 1

@@ -1,0 +1,144 @@
+"""One request that lives in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.answers import extend_choice, timings_to_proto
+from protos import generation_pb2
+from worker.request import ChoiceDelta, EngineEvent, RequestFailed
+
+
+class Outbox(Protocol):
+    """Whoever sends the pieces of answers on."""
+
+    def touch(self, live: LiveRequest) -> None:
+        """This request has something new."""
+
+    def settle(self) -> None:
+        """All that a step brought is in: decide what to send when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who answers, for the how many-th time, and on which stream of its outbox."""
+
+    replica: str
+    attempt: int = 1
+    stream_id: int = 0
+
+
+class LiveRequest:
+    """Gathers what steps bring to one request until its outbox takes it: several steps then cost one message."""
+
+    __slots__ = (
+        "_cached_tokens",
+        "_choices",
+        "_completion_tokens",
+        "_last",
+        "_num_open",
+        "_pending",
+        "_prompt_tokens",
+        "_sequence",
+        "engine_id",
+        "error",
+        "is_urgent",
+        "origin",
+        "outbox",
+        "pending_bytes",
+        "request_id",
+    )
+
+    def __init__(self, *, request_id: str, engine_id: str, num_choices: int, origin: Origin, outbox: Outbox) -> None:
+        self.request_id = request_id
+        self.engine_id = engine_id
+        self.origin = origin
+        self.outbox = outbox
+        self.error: Exception | None = None
+        self.is_urgent = False
+        """A first token, the end of a choice or an error is waiting to be sent."""
+        self.pending_bytes = 0
+        """About what the waiting piece takes on the wire."""
+        self._num_open = num_choices
+        self._pending = generation_pb2.GenerateResponse()
+        self._choices: dict[int, generation_pb2.Choice] = {}
+        self._last: ChoiceDelta | None = None
+        self._sequence = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._completion_tokens = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine brings nothing more."""
+        return self.error is not None or self._num_open == 0
+
+    def add(self, event: EngineEvent) -> None:
+        """Take what a step brought."""
+        if isinstance(event, RequestFailed):
+            self.fail(event.error)
+        elif not self.has_ended:
+            self._extend(event)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless the answer is complete."""
+        if not self.has_ended:
+            self.error = error
+            self.is_urgent = True
+
+    def take(self) -> generation_pb2.GenerateResponse | None:
+        """The piece that is due, if there is one; the last piece carries the sums."""
+        piece = self._pending
+        if not self._choices:
+            return None
+        piece.request_id = self.request_id
+        piece.sequence = self._sequence
+        if self._sequence == 0:
+            piece.usage.prompt_tokens = self._prompt_tokens
+            piece.usage.cached_tokens = self._cached_tokens
+        if self._num_open == 0:
+            self._close(piece)
+        self._sequence += 1
+        self._pending = generation_pb2.GenerateResponse()
+        self._choices = {}
+        self.pending_bytes = 0
+        self.is_urgent = self.error is not None
+        return piece
+
+    def _extend(self, delta: ChoiceDelta) -> None:
+        choice = self._choices.get(delta.index)
+        if choice is None:
+            choice = self._choices[delta.index] = self._pending.choices.add(index=delta.index)
+        extend_choice(choice, delta)
+        self.pending_bytes += _wire_bytes(delta)
+        self._completion_tokens += len(delta.token_ids)
+        if self._last is None:
+            self._prompt_tokens, self._cached_tokens = delta.prompt_tokens, delta.cached_tokens
+            self.is_urgent = True
+        self._last = delta
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+            self.is_urgent = True
+
+    def _close(self, piece: generation_pb2.GenerateResponse) -> None:
+        last = self._last
+        assert last is not None
+        piece.usage.prompt_tokens = self._prompt_tokens
+        piece.usage.cached_tokens = self._cached_tokens
+        piece.usage.completion_tokens = self._completion_tokens
+        if last.timings is not None:
+            piece.timings.CopyFrom(timings_to_proto(last.timings))
+        else:
+            piece.timings.SetInParent()
+        piece.execution.replica = self.origin.replica
+        piece.execution.tier = last.tier
+        piece.execution.bucket = last.bucket
+        piece.execution.runner = last.runner
+        piece.execution.attempts = self.origin.attempt
+
+
+def _wire_bytes(delta: ChoiceDelta) -> int:
+    """Close enough to keep messages and queues bounded."""
+    logprobs = sum(12 + 12 * len(logprob.top) for logprob in delta.logprobs)
+    return 16 + 5 * len(delta.token_ids) + 4 * len(delta.text) + logprobs

@@ -1,0 +1,218 @@
+"""A replica: one engine behind a gRPC port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from cluster import control, generation, health
+from cluster.answers import model_to_proto
+from cluster.codec import NO_DEFAULTS
+from cluster.config import ReplicaConfig, join_address, split_address
+from cluster.control import ControlServicer
+from cluster.generation import GenerationServicer
+from cluster.health import Health
+from cluster.replica import attach
+from cluster.replica.announcer import Announcer
+from cluster.replica.attach import AttachServicer
+from cluster.replica.engine_backend import EngineBackend
+from cluster.replica.events import EventFanout
+from cluster.replica.flush import FlushPolicy
+from cluster.replica.lifecycle import Lifecycle, State
+from cluster.replica.text import TextProcessor, Texts
+from cluster.transport import create_server, offer_reflection
+from cluster.version import version
+from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc, replica_pb2, replica_pb2_grpc
+from worker.errors import Draining, WorkerError
+from worker.service import EngineService
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 0.5
+
+
+class ReplicaServer:
+    """Serves one engine to routers and to direct clients.
+
+    `events` is the sink the engine was made with. `on_failure` is called on the event loop once the engine is dead or
+    stalled and its clients have been told: the process should then exit non-zero. The server does not stop the engine.
+    """
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        engine: EngineService,
+        text: TextProcessor | None = None,
+        *,
+        events: EventFanout,
+        generation_defaults: Mapping[str, Any] = NO_DEFAULTS,
+        on_failure: Callable[[WorkerError], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._events = events
+        self._on_failure = on_failure
+        self._started_s = time.monotonic()
+        self._incarnation = create_incarnation()
+        self._lifecycle = Lifecycle()
+        self._texts = Texts(text, engine.info, inline_bytes=config.inline_text_bytes)
+        self._backend = EngineBackend(
+            engine,
+            self._texts,
+            lifecycle=self._lifecycle,
+            flush=FlushPolicy.of(config),
+            generation_defaults=generation_defaults,
+            server_info=self._server_info,
+        )
+        self._attach = AttachServicer(self._backend, config, self._hello)
+        self._generation = GenerationServicer(self._backend, max_streams=config.max_streams)
+        self._health = Health()
+        self._announcer = Announcer(self._announcement, period_s=config.announce_period_s, keepalive=config.keepalive)
+        self._server: grpc.aio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        """host:port that routers and clients dial; known once started."""
+        return self._backend.address
+
+    @property
+    def name(self) -> str:
+        """Stable over restarts if it was configured, else the address."""
+        return self._backend.name
+
+    @property
+    def incarnation(self) -> str:
+        """New with each process; a later one sorts after an earlier one."""
+        return self._incarnation
+
+    @property
+    def state(self) -> State:
+        """Where the replica stands."""
+        return self._lifecycle.state
+
+    @property
+    def num_live(self) -> int:
+        """Requests being answered now, for routers and for direct clients."""
+        return self._backend.num_live
+
+    async def start(self) -> None:
+        """Listen, become READY and announce that."""
+        self._backend.connect(self._events)
+        self._backend.on_engine_dead = lambda error: self._fail(error)
+        # Made here: gRPC binds it to the running event loop.
+        server = self._server = create_server(keepalive=self._config.keepalive, max_streams=self._config.max_streams)
+        await self._add_services(server)
+        port = server.add_insecure_port(self._config.listen)
+        host = self._config.advertise or split_address("listen", self._config.listen)[0]
+        self._backend.address = join_address(host, port)
+        self._backend.name = self._config.name or self._backend.address
+        await server.start()
+        self._lifecycle.subscribe(self._state_changed)
+        self._lifecycle.advance(State.READY)
+        self._announcer.announce_to(self._config.routers)
+        self._spawn(self._watch_engine())
+        log.info("replica %s (%s) serves %s at %s", self.name, self.incarnation, self._engine.info.model, self.address)
+
+    def announce_to(self, routers: Sequence[str]) -> None:
+        """Announce to these routers instead of the configured ones."""
+        self._announcer.announce_to(routers)
+
+    def check(self) -> None:
+        """Raise EngineDead or EngineStalled if the engine makes no progress although it has work."""
+        self._engine.check()
+
+    async def drain(self, grace_s: float = 30.0) -> None:
+        """Take nothing new and finish what is running, for at most `grace_s`; then the replica is STOPPED."""
+        await self._backend.drain("", grace_s=grace_s)
+
+    async def stop(self) -> None:
+        """End at once: what is still running ends UNAVAILABLE."""
+        self._lifecycle.advance(State.STOPPED)
+        self._backend.fail_all(Draining())
+        await self._backend.wait_idle(STOP_GRACE_S)
+        await self._announcer.stop()
+        await self._health.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_S)
+        self._texts.close()
+        self._stopped.set()
+
+    async def wait_stopped(self) -> None:
+        """Return once `stop` is through."""
+        await self._stopped.wait()
+
+    async def _add_services(self, server: grpc.aio.Server) -> None:
+        replica_pb2_grpc.add_ReplicaServiceServicer_to_server(self._attach, server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, server)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._backend), server)
+        await self._health.start(server)
+        if self._config.reflection:
+            services = (attach.SERVICE, generation.SERVICE, control.SERVICE, health.SERVICE)
+            offer_reflection(server, self._config.listen, services)
+
+    async def _watch_engine(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.load_period_s)
+            try:
+                self._engine.check()
+            except WorkerError as error:
+                self._fail(error)
+                return
+
+    def _fail(self, error: WorkerError) -> None:
+        """The engine is gone for good: tell everyone, then the host."""
+        if self._lifecycle.advance(State.FAILED):
+            log.error("the engine failed: %s", type(error).__name__)
+            self._backend.fail_all(error)
+            self._spawn(self._report_failure(error))
+
+    async def _report_failure(self, error: WorkerError) -> None:
+        await self._backend.wait_idle(1.0)
+        # Frames that were packed are now with gRPC; give its own thread time to put them on the wire.
+        await asyncio.sleep(0.1)
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _state_changed(self) -> None:
+        self._health.set_serving(self._lifecycle.state is State.READY)
+        self._announcer.announce_change()
+
+    def _hello(self) -> replica_pb2.ReplicaHello:
+        return replica_pb2.ReplicaHello(
+            replica=self.name, incarnation=self.incarnation, model=model_to_proto(self._engine.info)
+        )
+
+    def _announcement(self) -> replica_pb2.AnnounceRequest:
+        return replica_pb2.AnnounceRequest(
+            replica=self.name, address=self.address, incarnation=self.incarnation, state=self._lifecycle.state.value
+        )
+
+    def _server_info(self) -> control_pb2.ServerInfo:
+        return control_pb2.ServerInfo(
+            role="replica",
+            version=version(),
+            id=self.incarnation,
+            uptime_s=time.monotonic() - self._started_s,
+            model=self._engine.info.model,
+        )
+
+
+def create_incarnation() -> str:
+    """Sorts by the time it was made; the tail tells apart processes of the same millisecond."""
+    return f"{time.time_ns() // 1_000_000:012x}-{secrets.token_hex(4)}"

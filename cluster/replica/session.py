@@ -1,0 +1,211 @@
+"""One router's stream: requests come in, packed frames go out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, TypeAlias
+
+import grpc
+
+from cluster import status
+from cluster.config import ReplicaConfig
+from cluster.errors import MalformedMessage, SlowReader
+from cluster.replica.engine_backend import EngineBackend
+from cluster.replica.live_request import LiveRequest, Origin
+from protos import replica_pb2
+
+FRAME_BYTES = 1024 * 1024
+"""A frame takes no further answers past this; a single answer adds at most as much again."""
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+log = logging.getLogger(__name__)
+
+
+class AttachSession:
+    """Carries the requests of one router: an Outbox that sends all their pieces through one stream.
+
+    While a frame is being written the next one gathers, so a slow router gets fewer, fuller frames. One that does not
+    read at all is given up: `run` then raises SlowReader, and its requests end.
+    """
+
+    def __init__(self, backend: EngineBackend, config: ReplicaConfig, hello: replica_pb2.ReplicaHello) -> None:
+        self._backend = backend
+        self._config = config
+        self._hello: replica_pb2.ReplicaHello | None = hello
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[int, LiveRequest] = {}
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        self._dirty: dict[LiveRequest, None] = {}
+        self._urgent: dict[LiveRequest, None] = {}
+        self._refused: list[replica_pb2.StreamEvent] = []
+        self._wake = asyncio.Event()
+        self._is_load_due = self._is_state_due = True
+        self._is_flush_due = False
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._writing_since_s: float | None = None
+        self._over: asyncio.Future[None] = self._loop.create_future()
+
+    async def run(self, context: Context) -> None:
+        """Serve until the router hangs up. Raises SlowReader or MalformedMessage if it misbehaves."""
+        tasks = [asyncio.create_task(work) for work in (self._read(context), self._write(context), self._tick())]
+        unsubscribe = self._backend.lifecycle.subscribe(self._state_changed)
+        try:
+            await asyncio.wait((*tasks, self._over), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            unsubscribe()
+            self._close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._over.done():
+            self._over.result()
+
+    def touch(self, live: LiveRequest) -> None:
+        """See Outbox."""
+        self._dirty[live] = None
+        if live.is_urgent:
+            self._urgent[live] = None
+
+    def settle(self) -> None:
+        """See Outbox."""
+        if self._urgent:
+            self._wake.set()
+        if self._flush_timer is not None or self._is_flush_due or len(self._dirty) == len(self._urgent):
+            return
+        interval_s = self._backend.flush.interval(len(self._streams))
+        if interval_s == 0:
+            self._flush()
+        else:
+            self._flush_timer = self._loop.call_later(interval_s, self._flush)
+
+    async def _read(self, context: Context) -> None:
+        while (frame := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            kind = frame.WhichOneof("kind")
+            if kind == "submit":
+                self._submit(frame.submit)
+            elif kind == "cancel":
+                self._cancel(frame.cancel.stream_id)
+            elif kind == "hello":
+                log.info("router %s is attached", frame.hello.router)
+
+    async def _write(self, context: Context) -> None:
+        self._wake.set()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            frame, ended = self._next_frame()
+            self._writing_since_s = time.monotonic()
+            await context.write(frame)
+            self._writing_since_s = None
+            for live in ended:
+                self._backend.close(live)
+
+    async def _tick(self) -> None:
+        """Reports the load, and gives a router up that lets too much wait for too long."""
+        while not self._over.done():
+            await asyncio.sleep(self._config.load_period_s)
+            self._is_load_due = True
+            self._wake.set()
+            if sum(live.pending_bytes for live in self._dirty) > self._config.max_pending_bytes:
+                self._give_up(SlowReader(self._config.max_pending_bytes, "bytes"))
+            since_s = self._writing_since_s
+            if since_s is not None and time.monotonic() - since_s > self._config.write_timeout_s:
+                self._give_up(SlowReader(round(1000 * self._config.write_timeout_s), "milliseconds"))
+
+    def _submit(self, submit: replica_pb2.Submit) -> None:
+        stream_id = submit.stream_id
+        if stream_id in self._streams or stream_id in self._starting or submit.WhichOneof("request") is None:
+            self._give_up(MalformedMessage("Submit"))
+            return
+        self._starting[stream_id] = self._loop.create_task(self._open(submit))
+
+    async def _open(self, submit: replica_pb2.Submit) -> None:
+        stream_id = submit.stream_id
+        request = submit.generate if submit.WhichOneof("request") == "generate" else submit.chat
+        origin = Origin(self._backend.name, submit.attempt, stream_id)
+        try:
+            live = await self._backend.open(request, timeout_s=submit.timeout_s or None, outbox=self, origin=origin)
+        except Exception as error:  # noqa: BLE001  # whatever it is ends this request alone, with its status
+            self._refused.append(
+                replica_pb2.StreamEvent(stream_id=stream_id, error=status.stream_error(error), end=True)
+            )
+            self._wake.set()
+        else:
+            self._streams[stream_id] = live
+        finally:
+            self._starting.pop(stream_id, None)
+
+    def _cancel(self, stream_id: int) -> None:
+        """Unknown ids are streams whose end crossed the cancellation."""
+        starting = self._starting.pop(stream_id, None)
+        if starting is not None:
+            starting.cancel()
+        live = self._streams.pop(stream_id, None)
+        if live is not None:
+            self._dirty.pop(live, None)
+            self._urgent.pop(live, None)
+            self._backend.close(live)
+
+    def _next_frame(self) -> tuple[replica_pb2.ReplicaFrame, list[LiveRequest]]:
+        """Whatever is due, and the requests that end with it."""
+        frame = replica_pb2.ReplicaFrame(events=self._refused)
+        self._refused.clear()
+        if self._hello is not None:
+            frame.hello.CopyFrom(self._hello)
+            self._hello = None
+        if self._is_state_due:
+            frame.state = self._backend.lifecycle.state.value
+        ended = self._pack_answers(frame)
+        if self._is_load_due:
+            frame.load.CopyFrom(self._backend.load())
+        self._is_state_due = self._is_load_due = False
+        return frame, ended
+
+    def _pack_answers(self, frame: replica_pb2.ReplicaFrame) -> list[LiveRequest]:
+        due = tuple(self._dirty if self._is_flush_due else self._urgent)
+        self._is_flush_due = False
+        ended: list[LiveRequest] = []
+        size = 0
+        for live in due:
+            if size > FRAME_BYTES:
+                self._flush()
+                break
+            size += live.pending_bytes
+            self._pack(frame, live)
+            if live.has_ended:
+                ended.append(live)
+                self._streams.pop(live.origin.stream_id, None)
+        return ended
+
+    def _pack(self, frame: replica_pb2.ReplicaFrame, live: LiveRequest) -> None:
+        del self._dirty[live]
+        self._urgent.pop(live, None)
+        stream_id = live.origin.stream_id
+        piece = live.take()
+        if piece is not None:
+            frame.events.add(stream_id=stream_id, response=piece, end=live.has_ended and live.error is None)
+        if live.error is not None:
+            frame.events.add(stream_id=stream_id, error=status.stream_error(live.error), end=True)
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        self._is_flush_due = True
+        self._wake.set()
+
+    def _state_changed(self) -> None:
+        self._is_state_due = True
+        self._wake.set()
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    def _close(self) -> None:
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        for stream_id in (*self._starting, *self._streams):
+            self._cancel(stream_id)
+        for live in (*self._dirty, *self._urgent):
+            self._backend.close(live)

@@ -1,0 +1,84 @@
+"""How every gRPC channel and server of the project is set up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.config import MESSAGE_BYTES, ClientConfig, Keepalive, is_loopback, split_address
+from cluster.malformed import RefuseMalformed
+
+METADATA_BYTES = 8 * 1024
+Options = list[tuple[str, int | str]]
+
+
+def create_server(*, keepalive: Keepalive, max_streams: int) -> grpc.aio.Server:
+    """A server that survives quiet streams, cuts off hostile pingers and never shares its port silently."""
+    # A stream more than the limit of requests, so that the refusal itself can be sent, and room for health watchers.
+    streams = max_streams + 64
+    options: Options = [
+        *_common(keepalive),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(keepalive.min_ping_interval_s)),
+        ("grpc.max_concurrent_streams", streams),
+        ("grpc.so_reuseport", 0),
+    ]
+    return grpc.aio.server(options=options, interceptors=(RefuseMalformed(),))
+
+
+def open_link_channel(address: str, keepalive: Keepalive) -> grpc.aio.Channel:
+    """A channel between our own processes. It shares no connection, so a fresh one dials at once."""
+    options: Options = [
+        *_common(keepalive),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def client_options(config: ClientConfig) -> Options:
+    """Options of a client's channel, retries included: gRPC itself repeats a call until its first message arrives."""
+    return [
+        *_common(config.keepalive),
+        ("grpc.enable_retries", 1 if config.max_attempts > 1 else 0),
+        ("grpc.service_config", json.dumps(_service_config(config))),
+    ]
+
+
+def offer_reflection(server: grpc.aio.Server, listen: str, services: Sequence[str]) -> None:
+    """Let callers on this machine ask for the schema."""
+    if is_loopback(split_address("listen", listen)[0]):
+        reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), server)
+
+
+def _service_config(config: ClientConfig) -> dict[str, object]:
+    services = ("graphpool.v1.GenerationService", "graphpool.v1.ControlService")
+    method: dict[str, object] = {"name": [{"service": service} for service in services]}
+    if config.max_attempts > 1:
+        method["retryPolicy"] = {
+            "maxAttempts": config.max_attempts,
+            "initialBackoff": f"{config.backoff_min_s:.3f}s",
+            "maxBackoff": f"{config.backoff_max_s:.3f}s",
+            "backoffMultiplier": 2,
+            "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+        }
+    return {"methodConfig": [method], "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.1}}
+
+
+def _common(keepalive: Keepalive) -> Options:
+    return [
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.keepalive_time_ms", _ms(keepalive.time_s)),
+        ("grpc.keepalive_timeout_ms", _ms(keepalive.timeout_s)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(1000 * seconds))
