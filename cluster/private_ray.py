@@ -48,6 +48,7 @@ class PrivateRay:
         self._folder = temp_dir
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
         self._census = ProcessCensus(self._is_daemon)
+        self._is_stopped = False
 
     async def start(self) -> None:
         """Start the daemons and connect. On any failure nothing is left running."""
@@ -67,7 +68,10 @@ class PrivateRay:
         return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
     async def stop(self) -> list[str]:
-        """Disconnect and end every process; returns the names of those that had to be killed."""
+        """Disconnect and end every process; returns the names of those that had to be killed. Once is enough."""
+        if self._is_stopped:
+            return []
+        self._is_stopped = True
         self._census.observe()
         await self.call(self._shutdown)
         killed = await self.call(self._census.end, EXIT_GRACE_S)

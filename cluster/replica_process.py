@@ -1,0 +1,80 @@
+"""What a replica process holds: one engine and the server around it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from cluster.config import ReplicaConfig
+from cluster.replica.events import EventFanout
+from cluster.replica.server import ReplicaServer
+from worker.config import WorkerConfig
+from worker.errors import WorkerError
+from worker.service import EngineService
+
+if TYPE_CHECKING:
+    from worker.build import BuiltEngine
+
+ENGINE_FAILED = 70
+"""Exit code of a replica process whose engine ended or stalled: EX_SOFTWARE."""
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, total); total 0 = not known."""
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaProcess:
+    """An engine that runs and a server that takes requests for it."""
+
+    def __init__(self, engine: EngineService, server: ReplicaServer) -> None:
+        self.engine = engine
+        self.server = server
+
+    @classmethod
+    async def open(
+        cls, worker: WorkerConfig, config: ReplicaConfig, *, progress: Progress | None = None
+    ) -> ReplicaProcess:
+        """Load the model, start the engine, serve it. torch is imported here and nowhere before.
+
+        Raises ModelLoadError or ValueError for what cannot be served, OSError for a port that is taken. Once it is
+        open, an engine that fails ends the whole process: nothing about a broken CUDA context can be mended in it.
+        """
+        events = EventFanout()
+        built = await asyncio.to_thread(_build, worker, events, progress)
+        server = ReplicaServer(
+            config,
+            built.engine,
+            built.text,
+            events=events,
+            generation_defaults=built.generation_defaults,
+            on_failure=end_process,
+        )
+        try:
+            await server.start()
+        except BaseException:
+            await asyncio.to_thread(built.engine.stop)
+            raise
+        return cls(built.engine, server)
+
+    async def close(self, *, grace_s: float) -> None:
+        """Take nothing new, let what runs go on for `grace_s` at most, then end."""
+        await self.server.drain(grace_s)
+        await self.server.stop()
+        await asyncio.to_thread(self.engine.stop)
+
+
+def _build(worker: WorkerConfig, events: EventFanout, progress: Progress | None) -> BuiltEngine:
+    from worker.build import build_engine
+
+    return build_engine(worker, events, progress=progress)
+
+
+def end_process(error: WorkerError) -> NoReturn:
+    """End this process at once, so that whoever watches it starts another."""
+    log.critical("the engine failed (%s); this replica exits", type(error).__name__)
+    logging.shutdown()
+    os._exit(ENGINE_FAILED)

@@ -1,0 +1,114 @@
+"""The Ray Serve application: Serve places, starts, checks, drains and replaces replicas; tokens never pass through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.config import ReplicaConfig, from_mapping
+from worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+APP_NAME = "graphpool"
+DEPLOYMENT_NAME = "replica"
+STOP_MARGIN_S = 5.0
+"""What Serve waits beyond the drain before it kills a replica."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """A pool of equal replicas."""
+
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    """What each replica runs."""
+    replica: ReplicaConfig = field(default_factory=ReplicaConfig)
+    """How each replica serves; `routers` must name at least one router."""
+    num_replicas: int = 1
+    """Replicas Serve keeps alive."""
+    num_gpus: float | None = None
+    """GPUs of one replica; None = one, unless the device is "cpu". Every replica has its own CUDA context and graphs."""
+    num_cpus: float = 1.0
+    """CPUs Ray sets aside for one replica."""
+    drain_timeout_s: float = 120.0
+    """A replica that is taken away may finish its requests for this long."""
+    health_check_period_s: float = 1.0
+    """Between two health checks of a replica."""
+    health_check_timeout_s: float = 5.0
+    """A check without an answer for this long counts as failed; three failures end the replica."""
+    max_start_attempts: int = 3
+    """Failed starts in a row before Serve gives up."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_replicas", "max_start_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        for name in ("drain_timeout_s", "health_check_period_s", "health_check_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be positive")
+        if not self.replica.routers:
+            raise ValueError("replica.routers is empty, must name a router: nobody else would find the replicas")
+
+
+def pool_config(values: dict[str, Any]) -> PoolConfig:
+    """From plain values, such as a Serve config file's; unknown keys are refused."""
+    nested = {"worker": WorkerConfig, "replica": ReplicaConfig}
+    return from_mapping(
+        PoolConfig,
+        {name: from_mapping(nested[name], value) if name in nested else value for name, value in values.items()},
+    )
+
+
+def app(values: dict[str, Any]) -> Application:
+    """Application builder for Serve config files: `import_path: cluster.serve_app:app`, with PoolConfig as its args."""
+    return build_app(pool_config(values))
+
+
+def build_app(config: PoolConfig) -> Application:
+    """The application of one pool. Needs Ray."""
+    from ray import serve
+
+    from cluster.served_replica import ServedReplica
+
+    deployment = serve.deployment(
+        ServedReplica,
+        name=DEPLOYMENT_NAME,
+        num_replicas=config.num_replicas,
+        ray_actor_options=actor_options(config),
+        # Requests do not come through Serve; its own limits must never bind.
+        max_ongoing_requests=1,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
+        health_check_period_s=config.health_check_period_s,
+        health_check_timeout_s=config.health_check_timeout_s,
+        max_constructor_retry_count=config.max_start_attempts,
+    )
+    return deployment.bind(config.worker, config.replica, config.drain_timeout_s)
+
+
+def actor_options(config: PoolConfig) -> dict[str, Any]:
+    """Resources and environment of one replica's process."""
+    num_gpus = num_gpus_of(config.worker) if config.num_gpus is None else config.num_gpus
+    environment = {"GRPC_ENABLE_FORK_SUPPORT": "0", "TOKENIZERS_PARALLELISM": "false"}
+    if num_gpus == 0:
+        # Ray leaves the variable alone for an actor without GPUs, which could then take any of them.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if config.worker.cpu_threads is not None:
+        environment["OMP_NUM_THREADS"] = str(config.worker.cpu_threads)
+    return {"num_cpus": config.num_cpus, "num_gpus": num_gpus, "runtime_env": {"env_vars": environment}}
+
+
+def num_gpus_of(worker: WorkerConfig) -> float:
+    """One for a replica on CUDA, none on the CPU; "auto" takes one where the driver is installed."""
+    if worker.device == "auto":
+        return 1.0 if Path("/dev/nvidiactl").exists() else 0.0
+    return 1.0 if worker.device == "cuda" else 0.0
+
+
+def share_cores(worker: WorkerConfig, num_replicas: int, num_cores: int) -> WorkerConfig:
+    """On the CPU, share the cores of one machine fairly among its replicas, unless a number was chosen."""
+    if worker.cpu_threads is not None or num_gpus_of(worker):
+        return worker
+    return replace(worker, cpu_threads=max(1, num_cores // num_replicas))
