@@ -25,8 +25,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
 
     async def GetServerInfo(  # noqa: D102, N802  # the contract is in the .proto
         self,
-        request: control_pb2.GetServerInfoRequest,
-        context: Context,  # noqa: ARG002
+        request: control_pb2.GetServerInfoRequest,  # noqa: ARG002
+        context: Context,
     ) -> control_pb2.ServerInfo:
         async with status.on_error(context):
             return self._backend.server_info()
@@ -39,8 +39,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
 
     async def GetLoads(  # noqa: D102, N802
         self,
-        request: control_pb2.GetLoadsRequest,
-        context: Context,  # noqa: ARG002
+        request: control_pb2.GetLoadsRequest,  # noqa: ARG002
+        context: Context,
     ) -> control_pb2.GetLoadsResponse:
         async with status.on_error(context):
             return control_pb2.GetLoadsResponse(replicas=self._backend.loads())

@@ -61,7 +61,7 @@ _BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.S
 
 _FIXED_DETAILS: dict[type[BaseException], str] = {
     TimeoutError: "the deadline passed before the answer was complete",
-    worker_errors.Draining: "the replica is draining and takes no new requests",
+    worker_errors.Draining: "the server is draining and takes no new requests",
     worker_errors.DeadlineExceeded: "the deadline passed before the answer was complete",
     worker_errors.RequestAborted: "the request was aborted",
     worker_errors.NumericalError: "the model produced NaN or infinity for this request",

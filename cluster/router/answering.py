@@ -1,0 +1,58 @@
+"""One request a router is answering, over all its attempts."""
+
+from __future__ import annotations
+
+import time
+
+from cluster.router.stream import LinkStream
+from protos import generation_pb2
+from worker.errors import DeadlineExceeded
+
+
+class Answering:
+    """Its deadline, its times, and where it is being answered at the moment."""
+
+    __slots__ = ("_deadline_s", "_error", "_placed_s", "_started_s", "_stream", "has_started")
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.has_started = False
+        """Whether a piece of the answer has gone to the client: from then on it cannot be placed again."""
+        self._started_s = time.monotonic()
+        self._deadline_s = None if timeout_s is None else self._started_s + timeout_s
+        self._placed_s = self._started_s
+        self._stream: LinkStream | None = None
+        self._error: Exception | None = None
+
+    def time_left_s(self) -> float | None:
+        """Until the deadline; None = there is none. Raises DeadlineExceeded when it has passed."""
+        if self._deadline_s is None:
+            return None
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded
+        return left_s
+
+    def placed(self, stream: LinkStream) -> None:
+        """A replica has it now."""
+        self._stream = stream
+        self._placed_s = time.monotonic()
+
+    def fail(self, error: Exception) -> None:
+        """End it, wherever it is."""
+        self._error = error
+        if self._stream is not None:
+            self._stream.fail(error)
+
+    def check(self) -> None:
+        """Raise what it was ended with, or DeadlineExceeded."""
+        if self._error is not None:
+            raise self._error
+        self.time_left_s()
+
+    def stamp(self, piece: generation_pb2.GenerateResponse) -> generation_pb2.GenerateResponse:
+        """Note that the answer has started; the last piece gets the router's times."""
+        self.has_started = True
+        if piece.HasField("timings"):
+            piece.timings.router_ms = 1000 * (self._placed_s - self._started_s)
+            piece.timings.total_ms = 1000 * (time.monotonic() - self._started_s)
+        return piece

@@ -1,0 +1,97 @@
+"""One Attach stream to one replica, from dialing to its loss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import grpc
+
+from cluster.config import RouterConfig
+from cluster.transport import open_link_channel
+from protos import replica_pb2, replica_pb2_grpc
+
+WATCH_PERIOD_S = 0.25
+
+AttachCall: TypeAlias = "grpc.aio.StreamStreamCall[replica_pb2.RouterFrame, replica_pb2.ReplicaFrame]"
+
+
+class Connection:
+    """Dials, sends frames in order and hands received ones on. Used once: a new try is a new object."""
+
+    def __init__(
+        self, address: str, config: RouterConfig, on_frame: Callable[[replica_pb2.ReplicaFrame], None]
+    ) -> None:
+        self.channel = open_link_channel(address, config.keepalive)
+        self.is_silent = False
+        """Whether it was given up because nothing came any more."""
+        self._config = config
+        self._on_frame = on_frame
+        self._outgoing: asyncio.Queue[replica_pb2.RouterFrame] = asyncio.Queue()
+        self._heard_s: float | None = None
+        self._closing = asyncio.Event()
+
+    def send(self, frame: replica_pb2.RouterFrame) -> None:
+        """Send after whatever was sent before."""
+        self._outgoing.put_nowait(frame)
+
+    def close(self) -> None:
+        """Make `run` return."""
+        self._closing.set()
+
+    async def run(self) -> str:
+        """Serve until the replica is lost or `close` is called; returns why it ended."""
+        try:
+            call = replica_pb2_grpc.ReplicaServiceStub(self.channel).Attach()  # type: ignore[call-arg]  # the stub wants an iterator
+            work = (self._read(call), self._write(call), self._watch(), self._closing.wait())
+            tasks = [asyncio.create_task(part) for part in work]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                call.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            return await self._reason(call)
+        finally:
+            await self.channel.close(None)
+
+    async def _read(self, call: AttachCall) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                frame = await call.read()
+            while isinstance(frame, replica_pb2.ReplicaFrame):
+                self._heard_s = time.monotonic()
+                self._on_frame(frame)
+                frame = await call.read()
+
+    async def _write(self, call: AttachCall) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outgoing.get())
+
+    async def _watch(self) -> None:
+        """Ends when nothing was heard for too long; a tick that is late itself proves nothing about the replica."""
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            now_s = time.monotonic()
+            was_late = now_s - last_s > 2 * WATCH_PERIOD_S
+            last_s = now_s
+            if self._heard_s is None or was_late:
+                continue
+            if now_s - self._heard_s > self._config.silence_timeout_s:
+                self.is_silent = True
+                return
+
+    async def _reason(self, call: AttachCall) -> str:
+        if self.is_silent:
+            return f"nothing was heard for {self._config.silence_timeout_s:.1f} s"
+        if self._closing.is_set():
+            return "closed"
+        with contextlib.suppress(asyncio.CancelledError):
+            return f"{(await call.code()).name}: {await call.details()}"
+        return "cancelled"

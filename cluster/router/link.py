@@ -1,0 +1,232 @@
+"""What a router knows of one replica, and how it reaches it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from cluster.codec import AnyRequest
+from cluster.config import RouterConfig
+from cluster.errors import CanaryFailed, ReplicaLost
+from cluster.router.connection import Connection
+from cluster.router.policies import Candidate
+from cluster.router.stream import LinkStream
+from protos import control_pb2, generation_pb2, replica_pb2
+
+JITTER = 0.2
+
+log = logging.getLogger(__name__)
+
+
+class Link:
+    """Keeps one Attach stream to a replica alive, and carries requests over it.
+
+    A replica is ready here once it says so and a generation through this very stream has succeeded; a new stream
+    starts from nothing. `on_change` is called whenever `is_ready` may have changed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        config: RouterConfig,
+        *,
+        router: str,
+        probe: Callable[[Link], Awaitable[None]],
+        on_change: Callable[[], None],
+        incarnation: str = "",
+    ) -> None:
+        self.address = address
+        self.name = address
+        self.incarnation = ""
+        self.model: control_pb2.ModelInfo | None = None
+        self.load = control_pb2.Load()
+        self.outstanding_tokens = 0
+        """Placed here and neither delivered nor ended."""
+        self._config = config
+        self._router = router
+        self._probe = probe
+        self._on_change = on_change
+        self._expected_incarnation = incarnation
+        self._foreign_tokens = 0
+        self._reported: control_pb2.ReplicaState.ValueType = control_pb2.REPLICA_STATE_UNSPECIFIED
+        self._is_admitted = self._is_retired = self._was_attached = False
+        self._connection: Connection | None = None
+        self._streams: dict[int, LinkStream] = {}
+        self._numbers = itertools.count(1)
+        self._admission: asyncio.Task[None] | None = None
+        self._poke = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the replica answers on the present stream."""
+        return self._connection is not None and self.model is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests may be placed here."""
+        reports_ready = self._reported == control_pb2.REPLICA_STATE_READY
+        return self.is_attached and self._is_admitted and reports_ready and not self._is_retired
+
+    @property
+    def num_streams(self) -> int:
+        """Requests of this router that the replica is answering."""
+        return len(self._streams)
+
+    @property
+    def state(self) -> control_pb2.ReplicaState.ValueType:
+        """The replica's state as this router treats it."""
+        if not self.is_attached:
+            return control_pb2.REPLICA_STATE_FAILED if self._was_attached else control_pb2.REPLICA_STATE_STARTING
+        if self._is_retired:
+            return control_pb2.REPLICA_STATE_DRAINING
+        if self._reported == control_pb2.REPLICA_STATE_READY and not self._is_admitted:
+            return control_pb2.REPLICA_STATE_STARTING
+        return self._reported
+
+    @property
+    def candidate(self) -> Candidate:
+        """For the placement policy."""
+        return Candidate(self.name, self.outstanding_tokens, self._foreign_tokens, self.load.readiness)
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """For calls beside the stream. Raises ReplicaLost when there is none."""
+        if self._connection is None:
+            raise ReplicaLost(self.name)
+        return self._connection.channel
+
+    def start(self) -> None:
+        """Dial, and go on doing so."""
+        self._task = asyncio.create_task(self._run())
+
+    def poke(self) -> None:
+        """There is reason to believe that dialing will work now."""
+        self._poke.set()
+
+    def retire(self) -> None:
+        """Place nothing here any more; `is_idle` tells when it may be stopped."""
+        self._is_retired = True
+        self._on_change()
+
+    async def stop(self) -> None:
+        """Hang up; what is still running here is lost."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def open(
+        self, request: AnyRequest, *, attempt: int, timeout_s: float | None, prompt_cost: int, cost: int
+    ) -> LinkStream:
+        """Give the replica a request that counts as `cost` tokens, `prompt_cost` of them until its first piece."""
+        if self._connection is None:
+            raise ReplicaLost(self.name)
+        stream_id = next(self._numbers)
+        limit = self._config.max_queued_messages
+        stream = LinkStream(self, stream_id, prompt_cost=prompt_cost, cost=cost, limit=limit)
+        self._streams[stream_id] = stream
+        self.outstanding_tokens += cost
+        submit = replica_pb2.Submit(stream_id=stream_id, attempt=attempt, timeout_s=timeout_s or 0.0)
+        if isinstance(request, generation_pb2.GenerateRequest):
+            submit.generate.CopyFrom(request)
+        else:
+            submit.chat.CopyFrom(request)
+        self._connection.send(replica_pb2.RouterFrame(submit=submit))
+        return stream
+
+    def forget(self, stream_id: int, *, cancel: bool) -> None:
+        """Take a stream off the table; unknown ids are ignored."""
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None and cancel and self._connection is not None:
+            self._connection.send(replica_pb2.RouterFrame(cancel=replica_pb2.Cancel(stream_id=stream_id)))
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            self._was_attached = False
+            reason = await self._attach()
+            log.info("replica %s (%s): %s", self.name, self.address, reason)
+            failures = 0 if self._was_attached else failures + 1
+            await self._pause(failures)
+
+    async def _attach(self) -> str:
+        connection = self._connection = Connection(self.address, self._config, self._receive)
+        connection.send(replica_pb2.RouterFrame(hello=replica_pb2.RouterHello(router=self._router)))
+        try:
+            return await connection.run()
+        finally:
+            self._lose(connection)
+
+    def _lose(self, connection: Connection) -> None:
+        self._connection = self.model = None
+        self._is_admitted = False
+        self._reported = control_pb2.REPLICA_STATE_UNSPECIFIED
+        self._foreign_tokens = 0
+        if self._admission is not None:
+            self._admission.cancel()
+            self._admission = None
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.lose(is_silent=connection.is_silent)
+        self._on_change()
+
+    async def _pause(self, failures: int) -> None:
+        pause_s = min(self._config.reconnect_min_s * 2 ** min(failures, 16), self._config.reconnect_max_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s * random.uniform(1 - JITTER, 1 + JITTER)):  # noqa: S311
+                await self._poke.wait()
+        self._poke.clear()
+
+    def _receive(self, frame: replica_pb2.ReplicaFrame) -> None:
+        if frame.HasField("hello"):
+            self._greet(frame.hello)
+        # The state first: a request refused by a draining replica must not come back to it.
+        if frame.state:
+            self._report(frame.state)
+        for event in frame.events:
+            stream = self._streams.get(event.stream_id)
+            if stream is not None:
+                stream.push(event)
+        if frame.HasField("load"):
+            self.load = frame.load
+            self._foreign_tokens = max(0, frame.load.outstanding_tokens - self.outstanding_tokens)
+
+    def _greet(self, hello: replica_pb2.ReplicaHello) -> None:
+        if self._expected_incarnation not in ("", hello.incarnation):
+            log.warning("%s is %s now, not %s", self.address, hello.incarnation, self._expected_incarnation)
+            if self._connection is not None:
+                self._connection.close()
+            return
+        self.name, self.incarnation, self.model = hello.replica, hello.incarnation, hello.model
+        self._was_attached = True
+
+    def _report(self, state: control_pb2.ReplicaState.ValueType) -> None:
+        if state == self._reported or not self.is_attached:
+            return
+        self._reported = state
+        if state == control_pb2.REPLICA_STATE_READY and self._admission is None:
+            self._admission = asyncio.create_task(self._admit())
+        self._on_change()
+
+    async def _admit(self) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._probe(self)
+            except CanaryFailed as error:
+                failures += 1
+                log.warning("%s", error)
+                await asyncio.sleep(min(self._config.reconnect_min_s * 2**failures, self._config.reconnect_max_s))
+            else:
+                self._is_admitted = True
+                log.info("replica %s (%s) is ready", self.name, self.incarnation)
+                self._on_change()
+                return

@@ -1,0 +1,130 @@
+"""A router: the pool behind a gRPC port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+
+import grpc
+
+from cluster import control, generation, health
+from cluster.config import RouterConfig, join_address, split_address
+from cluster.control import ControlServicer
+from cluster.generation import GenerationServicer
+from cluster.health import Health
+from cluster.router import announce
+from cluster.router.announce import MembershipServicer
+from cluster.router.canary import run_canary
+from cluster.router.link import Link
+from cluster.router.membership import Membership
+from cluster.router.policies import LeastOutstandingTokens, Policy
+from cluster.router.pool import Pool
+from cluster.transport import create_server, offer_reflection
+from cluster.version import version
+from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc, replica_pb2_grpc
+from worker.errors import Draining
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 0.5
+
+
+class RouterServer:
+    """Serves clients from whatever replicas are configured or announce themselves."""
+
+    def __init__(self, config: RouterConfig, *, policy: Policy | None = None) -> None:
+        self._config = config
+        self._started_s = time.monotonic()
+        self.name = config.name or f"router-{secrets.token_hex(4)}"
+        """Tells routers apart for replicas and in ControlService."""
+        self._health = Health()
+        self._membership = Membership(config, self._create_link)
+        self._pool = Pool(config, self._membership, policy or LeastOutstandingTokens(), server_info=self._server_info)
+        self._generation = GenerationServicer(self._pool, max_streams=config.max_streams)
+        self._server: grpc.aio.Server | None = None
+        self._address = ""
+        self._stopped = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        """host:port clients dial; known once started."""
+        return self._address
+
+    @property
+    def pool(self) -> Pool:
+        """The backend: for programs that host a router in their own process."""
+        return self._pool
+
+    async def start(self) -> None:
+        """Listen, and dial the configured replicas."""
+        # Made here: gRPC binds it to the running event loop.
+        server = self._server = create_server(keepalive=self._config.keepalive, max_streams=self._config.max_streams)
+        await self._add_services(server)
+        port = server.add_insecure_port(self._config.listen)
+        self._address = join_address(split_address("listen", self._config.listen)[0], port)
+        await server.start()
+        self._membership.start()
+        log.info("router %s listens at %s", self.name, self.address)
+
+    async def drain(self, grace_s: float = 30.0) -> None:
+        """Take nothing new and finish what is running, for at most `grace_s`."""
+        await self._pool.drain("", grace_s=grace_s)
+
+    async def stop(self) -> None:
+        """End at once: what is still running ends UNAVAILABLE."""
+        self._pool.fail_all(Draining())
+        await self._pool.wait_idle(STOP_GRACE_S)
+        await self._health.stop()
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_S)
+        await self._membership.stop()
+        self._stopped.set()
+
+    async def wait_stopped(self) -> None:
+        """Return once `stop` is through."""
+        await self._stopped.wait()
+
+    async def wait_ready(self, num_replicas: int = 1, *, timeout_s: float) -> None:
+        """Wait until so many replicas are ready. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while sum(link.is_ready for link in self._membership.links) < num_replicas:
+                await self._pool.wait_changed()
+
+    async def _add_services(self, server: grpc.aio.Server) -> None:
+        membership = MembershipServicer(self._membership, router=self.name, period_s=self._config.announce_period_s)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, server)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._pool), server)
+        replica_pb2_grpc.add_MembershipServiceServicer_to_server(membership, server)
+        await self._health.start(server)
+        if self._config.reflection:
+            services = (generation.SERVICE, control.SERVICE, announce.SERVICE, health.SERVICE)
+            offer_reflection(server, self._config.listen, services)
+
+    def _create_link(self, address: str, incarnation: str) -> Link:
+        return Link(
+            address,
+            self._config,
+            router=self.name,
+            probe=self._probe,
+            on_change=self._links_changed,
+            incarnation=incarnation,
+        )
+
+    async def _probe(self, link: Link) -> None:
+        await run_canary(link, timeout_s=self._config.canary_timeout_s)
+
+    def _links_changed(self) -> None:
+        self._pool.links_changed()
+        self._health.set_serving(self._pool.has_ready)
+
+    def _server_info(self) -> control_pb2.ServerInfo:
+        models = [link.model.name for link in self._membership.links if link.model]
+        return control_pb2.ServerInfo(
+            role="router",
+            version=version(),
+            id=self.name,
+            uptime_s=time.monotonic() - self._started_s,
+            model=models[0] if models else "",
+        )

@@ -1,0 +1,135 @@
+"""One request on one replica, as the router sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from cluster import status
+from cluster.errors import BrokenStream, ReplicaLost, ReplicaUnresponsive, SlowReader
+from protos import generation_pb2, replica_pb2
+
+if TYPE_CHECKING:
+    from cluster.router.link import Link
+
+
+class LinkStream:
+    """Iterates over the pieces of one answer and keeps count of the tokens that are still to come.
+
+    Raises what the replica ended it with (RemoteError), ReplicaLost, BrokenStream or SlowReader.
+    """
+
+    __slots__ = (
+        "_cost_left",
+        "_delivered",
+        "_error",
+        "_has_ended",
+        "_limit",
+        "_link",
+        "_pieces",
+        "_prompt_cost",
+        "_sequence",
+        "_waiter",
+        "stream_id",
+    )
+
+    def __init__(self, link: Link, stream_id: int, *, prompt_cost: int, cost: int, limit: int) -> None:
+        self.stream_id = stream_id
+        self._link = link
+        self._limit = limit
+        self._prompt_cost = prompt_cost
+        self._cost_left = cost
+        self._pieces: deque[generation_pb2.GenerateResponse] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._has_ended = False
+        self._sequence = 0
+        self._delivered = 0
+
+    @property
+    def delivered(self) -> int:
+        """Tokens that have arrived from the replica."""
+        return self._delivered
+
+    @property
+    def cost_left(self) -> int:
+        """Tokens that are counted as outstanding on the replica."""
+        return self._cost_left
+
+    def __aiter__(self) -> LinkStream:
+        return self
+
+    async def __anext__(self) -> generation_pb2.GenerateResponse:
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self._has_ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._pieces.popleft()
+
+    def push(self, event: replica_pb2.StreamEvent) -> None:
+        """Take what the replica sent for this stream."""
+        kind = event.WhichOneof("kind")
+        if kind == "response":
+            self._take(event.response)
+        if event.end:
+            self._has_ended = True
+            self._release(self._cost_left)
+        if kind == "error":
+            self.fail(status.remote_error(event.error))
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` once the pieces that have arrived are read."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    def lose(self, *, is_silent: bool) -> None:
+        """The replica is gone."""
+        if not self._has_ended:
+            kind = ReplicaUnresponsive if is_silent else ReplicaLost
+            self._has_ended = True
+            self._release(self._cost_left)
+            self.fail(kind(self._link.name, self._delivered))
+
+    def close(self) -> None:
+        """End the request on the replica, unless it has ended there."""
+        self._release(self._cost_left)
+        self._link.forget(self.stream_id, cancel=not self._has_ended)
+
+    def _take(self, piece: generation_pb2.GenerateResponse) -> None:
+        if self._error is not None:
+            return
+        if piece.sequence != self._sequence:
+            self._break(BrokenStream(self._link.name, self._sequence, piece.sequence))
+            return
+        if len(self._pieces) >= self._limit:
+            self._break(SlowReader(self._limit, "messages"))
+            return
+        num_tokens = sum(len(choice.token_ids) for choice in piece.choices)
+        self._release(num_tokens if self._sequence else num_tokens + self._prompt_cost)
+        self._sequence += 1
+        self._delivered += num_tokens
+        self._pieces.append(piece)
+
+    def _break(self, error: Exception) -> None:
+        """End it here and on the replica; what was not read is dropped, for it may be much."""
+        self._pieces.clear()
+        self.fail(error)
+        self.close()
+
+    def _release(self, num_tokens: int) -> None:
+        num_tokens = min(num_tokens, self._cost_left)
+        self._cost_left -= num_tokens
+        self._link.outstanding_tokens -= num_tokens
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,317 @@
+"""An engine that plays a script: for testing whatever stands above an engine."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from worker.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    EngineStalled,
+    InvalidRequest,
+    NumericalError,
+    QueueFull,
+    WorkerError,
+)
+from worker.load import EngineInfo, LoadSnapshot, TierLoad
+from worker.request import ChoiceDelta, EngineEvent, FinishReason, GenerateRequest, Logprob, RequestFailed, Timings
+from worker.sampling import check_token_ids
+from worker.service import EventSink
+
+VOCAB_SIZE = 512
+CONTROL_IDS = {"<|end|>": 0, "<|begin|>": 1, "<|role|>": 2}
+EOS = 0
+FIRST_BYTE = 3
+TIERS = (64, 256, 1024, 4096)
+
+
+def script(prompt: Sequence[int], seed: int, choice: int, length: int) -> tuple[int, ...]:
+    """The first `length` tokens of an answer: printable bytes, and the same for the same arguments anywhere."""
+    state = zlib.crc32(repr((tuple(prompt), seed, choice)).encode())
+    return tuple(FIRST_BYTE + 32 + ((state + 7919 * position) * 2654435761 >> 16) % 95 for position in range(length))
+
+
+def script_text(token_ids: Sequence[int]) -> str:
+    """The text of scripted tokens."""
+    return "".join(chr(token_id - FIRST_BYTE) for token_id in token_ids)
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptKnobs:
+    """How the engine behaves; may be changed while it runs."""
+
+    step_s: float = 0.001
+    tokens_per_step: int = 1
+    max_rows: int = 64
+    max_waiting: int = 256
+    max_model_len: int = TIERS[-1]
+    vocab_size: int = VOCAB_SIZE
+    model: str = "script"
+    crash_after_steps: int | None = None
+    """The engine dies once it has run so many steps."""
+    is_hanging: bool = False
+    """Steps do not end."""
+    fail_on_prompt: tuple[int, ...] | None = None
+    """A request of exactly this prompt ends with NumericalError after its second token."""
+    has_tokenizer: bool = True
+    has_chat_template: bool = True
+
+
+@dataclass(slots=True)
+class _Row:
+    request: GenerateRequest
+    answers: list[tuple[int, ...]]
+    started_s: float | None = None
+    first_token_s: float | None = None
+    position: int = 0
+    submitted_s: float = field(default_factory=time.monotonic)
+
+
+class ScriptEngine:
+    """An EngineService on a thread of its own. Answers are `script(prompt, seed, choice)`; greedy uses seed 0.
+
+    It ends answers at `max_tokens`, or at a stop token; stop strings are left to engines that have text.
+    """
+
+    def __init__(self, sink: EventSink, knobs: ScriptKnobs | None = None) -> None:
+        self.knobs = knobs or ScriptKnobs()
+        self.cancelled: list[str] = []
+        self._sink = sink
+        self._lock = threading.Condition()
+        self._waiting: list[_Row] = []
+        self._rows: dict[str, _Row] = {}
+        self._steps = 0
+        self._num_tokens = 0
+        self._is_draining = self._is_stopping = False
+        self._death: Exception | None = None
+        self._busy_since_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="script-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> EngineInfo:
+        knobs = self.knobs
+        return EngineInfo(
+            model=knobs.model,
+            architecture="script",
+            max_model_len=knobs.max_model_len,
+            vocab_size=knobs.vocab_size,
+            eos_token_ids=(EOS,),
+            tiers=(*TIERS[:3], knobs.max_model_len),
+            buckets=(1, 8, knobs.max_rows),
+            dtype="none",
+            device="cpu",
+            has_tokenizer=knobs.has_tokenizer,
+            has_chat_template=knobs.has_chat_template,
+        )
+
+    def submit(self, request: GenerateRequest) -> None:
+        if self._death is not None or self._is_stopping:
+            raise EngineDead("the script is over")
+        if self._is_draining:
+            raise Draining
+        _check(request, self.info)
+        with self._lock:
+            if len(self._waiting) >= self.knobs.max_waiting:
+                raise QueueFull(len(self._waiting), self.knobs.max_waiting, retry_after_s=0.05)
+            self._waiting.append(_Row(request, _answers(request, self.info)))
+            self._lock.notify()
+
+    def cancel(self, request_id: str) -> None:
+        with self._lock:
+            self.cancelled.append(request_id)
+            self._rows.pop(request_id, None)
+            self._waiting = [row for row in self._waiting if row.request.request_id != request_id]
+
+    def load(self) -> LoadSnapshot:
+        with self._lock:
+            rows, waiting = list(self._rows.values()), list(self._waiting)
+        left = [len(row.answers) * (len(row.answers[0]) - row.position) for row in (*rows, *waiting)]
+        free = self.knobs.max_rows - len(rows)
+        return LoadSnapshot(
+            running=len(rows),
+            waiting=len(waiting),
+            outstanding_tokens=sum(left) + sum(len(row.request.prompt_token_ids) for row in waiting),
+            tiers=tuple(TierLoad(tier, 0, free) for tier in self.info.tiers),
+            free_blocks=16 * free,
+            total_blocks=16 * self.knobs.max_rows,
+            queue_age_s=max((time.monotonic() - row.submitted_s for row in waiting), default=0.0),
+            steps=self._steps,
+            step_ms=1000 * self.knobs.step_s,
+            eager_steps=self._steps,
+        )
+
+    def check(self) -> None:
+        if self._death is not None:
+            raise EngineDead("the script is over")
+        since_s = self._busy_since_s
+        if since_s is not None and time.monotonic() - since_s > max(0.5, 4 * self.knobs.step_s):
+            raise EngineStalled("the step does not end")
+
+    def drain(self) -> None:
+        self._is_draining = True
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopping = True
+            self._lock.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                if self._wait_for_work():
+                    self._step()
+        except _ScriptedCrash as error:
+            self._death = error
+        self._end()
+
+    def _wait_for_work(self) -> bool:
+        with self._lock:
+            if not self._rows and not self._waiting and not self._is_stopping:
+                self._lock.wait(0.1)
+            while self._waiting and len(self._rows) < self.knobs.max_rows:
+                row = self._waiting.pop(0)
+                row.started_s = time.monotonic()
+                self._rows[row.request.request_id] = row
+            return bool(self._rows)
+
+    def _step(self) -> None:
+        self._busy_since_s = time.monotonic()
+        while self.knobs.is_hanging and not self._is_stopping:
+            time.sleep(0.01)
+        if self.knobs.step_s:
+            time.sleep(self.knobs.step_s)
+        if self.knobs.crash_after_steps is not None and self._steps >= self.knobs.crash_after_steps:
+            raise _ScriptedCrash
+        self._steps += 1
+        with self._lock:
+            events = list(itertools.chain.from_iterable(self._advance(row) for row in tuple(self._rows.values())))
+        self._busy_since_s = None
+        if events:
+            self._sink(events)
+
+    def _advance(self, row: _Row) -> list[EngineEvent]:
+        request, knobs = row.request, self.knobs
+        if request.deadline_s is not None and time.monotonic() >= request.deadline_s:
+            return self._fail(row, DeadlineExceeded())
+        if row.position >= 2 and request.prompt_token_ids == knobs.fail_on_prompt:
+            return self._fail(row, NumericalError())
+        start, row.position = row.position, row.position + knobs.tokens_per_step
+        if row.first_token_s is None:
+            row.first_token_s = time.monotonic()
+        events: list[EngineEvent] = [
+            self._delta(row, index, answer, start) for index, answer in enumerate(row.answers) if start < len(answer)
+        ]
+        if all(row.position >= len(answer) for answer in row.answers):
+            del self._rows[request.request_id]
+        return events
+
+    def _delta(self, row: _Row, index: int, answer: tuple[int, ...], start: int) -> ChoiceDelta:
+        ids = answer[start : row.position]
+        has_ended = row.position >= len(answer)
+        params = row.request.sampling
+        stop_id = ids[-1] if has_ended and ids[-1] in params.stop_token_ids else None
+        logprobs = () if params.logprobs is None else tuple(_logprob(token_id, params.logprobs) for token_id in ids)
+        self._num_tokens += len(ids)
+        return ChoiceDelta(
+            request_id=row.request.request_id,
+            index=index,
+            token_ids=ids,
+            text=script_text(ids),
+            logprobs=logprobs,
+            finish_reason=None if not has_ended else FinishReason.LENGTH if stop_id is None else FinishReason.STOP,
+            stop_token_id=stop_id,
+            prompt_tokens=len(row.request.prompt_token_ids),
+            tier=TIERS[0],
+            bucket=1,
+            timings=_timings(row) if has_ended else None,
+        )
+
+    def _fail(self, row: _Row, error: WorkerError) -> list[EngineEvent]:
+        del self._rows[row.request.request_id]
+        return [RequestFailed(row.request.request_id, error)]
+
+    def _end(self) -> None:
+        with self._lock:
+            rows = [*self._rows.values(), *self._waiting]
+            self._rows.clear()
+            self._waiting.clear()
+        if rows:
+            self._sink([RequestFailed(row.request.request_id, EngineDead("the script is over")) for row in rows])
+
+
+class ScriptText:
+    """A tokenizer to go with the script: one id a byte, three control ids, and a template that marks roles."""
+
+    has_chat_template = True
+
+    def __init__(self, on_encode: Callable[[str], None] | None = None) -> None:
+        self._on_encode = on_encode
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if self._on_encode is not None:
+            self._on_encode(text)
+        ids = [FIRST_BYTE + byte for byte in text.encode()]
+        return [CONTROL_IDS["<|begin|>"], *ids] if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        names = {} if skip_special_tokens else {token_id: name for name, token_id in CONTROL_IDS.items()}
+        pieces = [names.get(i, "").encode() if i < FIRST_BYTE else bytes([(i - FIRST_BYTE) % 256]) for i in ids]
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def render_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        for (before, _), (after, _) in itertools.pairwise(messages):
+            if before == after:
+                raise InvalidRequest("messages", "the chat template wants roles to alternate")
+        ids: list[int] = []
+        for role, content in messages:
+            ids += [CONTROL_IDS["<|role|>"], *self.encode(role, add_special_tokens=False)]
+            ids += [*self.encode(content, add_special_tokens=False), CONTROL_IDS["<|end|>"]]
+        return [*ids, CONTROL_IDS["<|role|>"]]
+
+
+class _ScriptedCrash(Exception):
+    pass
+
+
+def _check(request: GenerateRequest, info: EngineInfo) -> None:
+    length, params = len(request.prompt_token_ids), request.sampling
+    if length == 0:
+        raise InvalidRequest("prompt", "is empty")
+    if length >= info.max_model_len:
+        raise InvalidRequest("prompt", f"has {length} tokens, the limit is {info.max_model_len - 1}")
+    if length + (params.max_tokens or 1) > info.max_model_len:
+        raise InvalidRequest("max_tokens", f"{params.max_tokens} does not fit after {length} prompt tokens")
+    check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
+    params.check_vocabulary(info.vocab_size)
+
+
+def _answers(request: GenerateRequest, info: EngineInfo) -> list[tuple[int, ...]]:
+    params = request.sampling
+    length = params.max_tokens or info.max_model_len - len(request.prompt_token_ids)
+    seed = 0 if params.is_greedy else params.seed
+    answers = [script(request.prompt_token_ids, seed, choice, length) for choice in range(params.n)]
+    return [_stopped(answer, params.stop_token_ids) for answer in answers]
+
+
+def _stopped(answer: tuple[int, ...], stop_token_ids: Sequence[int]) -> tuple[int, ...]:
+    ends = [answer.index(token_id) for token_id in stop_token_ids if token_id in answer]
+    return answer[: min(ends) + 1] if ends else answer
+
+
+def _logprob(token_id: int, num_top: int) -> Logprob:
+    return Logprob(token_id, -0.5, tuple((token_id + place, -0.5 - place) for place in range(num_top)))
+
+
+def _timings(row: _Row) -> Timings:
+    now_s = time.monotonic()
+    started_s, first_s = row.started_s or now_s, row.first_token_s or now_s
+    return Timings(queue_s=started_s - row.submitted_s, prefill_s=first_s - started_s, decode_s=now_s - first_s)
