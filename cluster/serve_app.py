@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 APP_NAME = "graphpool"
 DEPLOYMENT_NAME = "replica"
+SERVE_LOGGING = {"log_level": "ERROR", "enable_access_log": False}
 STOP_MARGIN_S = 5.0
 """What Serve waits beyond the drain before it kills a replica."""
 
@@ -112,3 +115,31 @@ def share_cores(worker: WorkerConfig, num_replicas: int, num_cores: int) -> Work
     if worker.cpu_threads is not None or num_gpus_of(worker):
         return worker
     return replace(worker, cpu_threads=max(1, num_cores // num_replicas))
+
+
+def deploy(config: PoolConfig) -> None:
+    """Start Serve and its application, without waiting for replicas. Needs a connection to Ray."""
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(proxy_location="Disabled", logging_config=SERVE_LOGGING)
+    target = serve.RunTarget(build_app(config), name=APP_NAME, route_prefix=None, logging_config=SERVE_LOGGING)
+    serve.run_many([target], wait_for_applications_running=False)
+
+
+def start_problem() -> str | None:
+    """Why Serve gave up on the replicas, in one sentence; None while it has not."""
+    from ray import serve
+
+    application = serve.status().applications[APP_NAME]
+    if application.status != "DEPLOY_FAILED":
+        return None
+    return last_cause(application.deployments[DEPLOYMENT_NAME].message)
+
+
+def last_cause(message: str) -> str:
+    """The line of a traceback that names the error, without its type."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if not lines:
+        return "Ray Serve gave no reason"
+    return re.sub(r"^[A-Za-z_][\w.]*(Error|Exception|Model|Checkpoint): ", "", lines[-1])

@@ -1,0 +1,55 @@
+"""The commands and what all of them share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cluster.cli import running
+from cluster.cli.chat import chat
+from cluster.cli.generate import generate
+from cluster.cli.router import router
+from cluster.cli.serve import serve
+from cluster.cli.status import status
+from cluster.cli.worker import worker
+
+EPILOG = "Exit codes: 0 done, 1 it failed (the last line on stderr says why), 2 wrong usage, 130 interrupted."
+
+app = typer.Typer(
+    name="graphpool",
+    help="Serves language models from a pool of workers, each at CUDA-Graph-replay speed.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+SERVING, ASKING = "Serving", "Asking"
+
+app.command(rich_help_panel=SERVING)(serve)
+app.command(rich_help_panel=SERVING)(worker)
+app.command(rich_help_panel=SERVING)(router)
+app.command(rich_help_panel=ASKING)(chat)
+app.command(rich_help_panel=ASKING)(generate)
+app.command(rich_help_panel=ASKING)(status)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"graphpool {version('graphpool')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option(help="Show where an error came from, for a bug report.")] = False,
+) -> None:
+    """Take what every command understands."""
+    running.show_tracebacks = traceback

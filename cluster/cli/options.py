@@ -1,0 +1,146 @@
+"""Options that several commands share, each written once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MODEL, SHAPES, ENGINE, NETWORK, SAMPLING = "Model", "Shapes", "Engine", "Network", "Sampling"
+DEFAULT_PORT = 50050
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+
+
+class Device(StrEnum):
+    """Where a worker computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    """Type of weights and activations."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"
+    DUMMY = "dummy"
+
+
+class Graphs(StrEnum):
+    """How steps are launched."""
+
+    AUTO = "auto"
+    OFF = "off"
+    FAKE = "fake"
+
+
+def integers(text: str) -> list[int]:
+    """Parse "256,1024" into numbers."""
+    try:
+        return [int(part) for part in text.replace(" ", "").split(",") if part]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 256,1024") from None
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="The embedded smollm2-135m, a local directory, a .gguf file, or a hub id.",
+        rich_help_panel=MODEL,
+        show_default=True,
+    ),
+]
+LoadFormatOption = Annotated[
+    LoadFormat,
+    typer.Option(help="dummy: random weights from a config alone; prompts are then token ids.", rich_help_panel=MODEL),
+]
+DeviceOption = Annotated[Device, typer.Option(help="auto takes CUDA where there is a GPU.", rich_help_panel=MODEL)]
+DtypeOption = Annotated[Dtype, typer.Option(help="auto: bfloat16 on CUDA, float32 on the CPU.", rich_help_panel=MODEL)]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(help="Where converted models are kept. Default: ~/.cache/graphpool.", rich_help_panel=MODEL),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Longest sequence in tokens, prompt and answer. Default: the model's.", rich_help_panel=SHAPES
+    ),
+]
+Tiers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,N,N",
+        help="Four sequence lengths; the last is --max-model-len. Default: 256,1024,4096 and the limit.",
+        rich_help_panel=SHAPES,
+    ),
+]
+MaxBatch = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Sequences decoded together. Default: 256 on CUDA, 16 on the CPU.", rich_help_panel=SHAPES
+    ),
+]
+Buckets = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,...", help="Batch sizes that steps are padded to. Default: powers of two.", rich_help_panel=SHAPES
+    ),
+]
+PrefillChunk = Annotated[int, typer.Option(min=1, help="Prompt tokens computed in one step.", rich_help_panel=SHAPES)]
+KvCacheMib = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Size of the KV pool in MiB. Default: from --gpu-memory-fraction.", rich_help_panel=ENGINE
+    ),
+]
+GpuMemoryFraction = Annotated[
+    float, typer.Option(min=0.05, max=1.0, help="Part of the GPU's memory a worker may take.", rich_help_panel=ENGINE)
+]
+MaxWaiting = Annotated[
+    int, typer.Option(min=1, help="Sequences that may queue in one worker; more are refused.", rich_help_panel=ENGINE)
+]
+GraphsOption = Annotated[
+    Graphs,
+    typer.Option(
+        help="auto: CUDA graphs on CUDA. off: eager. fake: the graph path without a GPU.", rich_help_panel=ENGINE
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads of one worker. Default: the cores, shared fairly.", rich_help_panel=ENGINE),
+]
+Address = Annotated[
+    str,
+    typer.Option("--address", "-a", metavar="HOST:PORT", help="The router, or one replica.", rich_help_panel=NETWORK),
+]
+Host = Annotated[str, typer.Option(help="Address to bind.", rich_help_panel=NETWORK)]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Serve others than this machine without TLS and tokens.", rich_help_panel=NETWORK),
+]
+FlushMs = Annotated[
+    float,
+    typer.Option(
+        min=0.0, help="Least milliseconds between two messages of an answer; 0 = every step.", rich_help_panel=NETWORK
+    ),
+]
+DrainS = Annotated[
+    float, typer.Option(min=0.0, help="Seconds that running answers may go on at the end.", rich_help_panel=NETWORK)
+]
+RouterPort = Annotated[
+    int, typer.Option(min=0, max=65535, help="Where clients connect; 0 takes any free port.", rich_help_panel=NETWORK)
+]
+MaxStreams = Annotated[
+    int, typer.Option(min=1, help="Requests answered at the same time; more are refused.", rich_help_panel=NETWORK)
+]

@@ -1,0 +1,65 @@
+"""`graphpool router`: a router alone, for replicas that run elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli import options
+from cluster.cli.options import NETWORK
+from cluster.cli.running import run_until_stopped, usage_errors
+
+if TYPE_CHECKING:
+    from cluster.config import RouterConfig
+
+
+def router(
+    replica: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="A replica that does not announce itself; may be given several times."),
+    ] = None,
+    host: options.Host = "127.0.0.1",
+    port: options.RouterPort = options.DEFAULT_PORT,
+    name: Annotated[
+        str, typer.Option(help="Shown in status and logs. Default: made at start.", rich_help_panel=NETWORK)
+    ] = "",
+    max_streams: options.MaxStreams = 4096,
+    drain_s: options.DrainS = 30.0,
+    insecure: options.Insecure = False,
+) -> None:
+    """Run a router alone: it spreads requests over the replicas given here and those that announce themselves to it.
+
+    Any number of routers may serve the same replicas. Stops on Ctrl-C or SIGTERM after finishing what it has.
+    """
+    with usage_errors():
+        from cluster.config import RouterConfig, join_address
+
+        config = RouterConfig(
+            listen=join_address(host, port),
+            insecure=insecure,
+            name=name,
+            replicas=tuple(replica or ()),
+            max_streams=max_streams,
+        )
+    run_until_stopped(lambda: _serve(config, drain_s))
+
+
+async def _serve(config: RouterConfig, drain_s: float) -> None:
+    from cluster.cli.startup import StartupLines
+    from cluster.router.server import RouterServer
+
+    server = RouterServer(config)
+    with StartupLines() as lines:
+        await server.start()
+        lines.done(f"router at [bold]{server.address}[/]")
+        if not config.replicas:
+            lines.say(f"  add a replica:  graphpool worker --port 0 --announce {server.address}")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            lines.doing("finishing what is running (Ctrl-C again ends it at once)")
+            await server.drain(drain_s)
+            await server.stop()
+            lines.done("stopped")

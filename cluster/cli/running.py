@@ -1,0 +1,110 @@
+"""How a command runs to its end: errors become one sentence, signals a clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NoReturn
+
+import typer
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+show_tracebacks = False
+"""Set by `--traceback`."""
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn the ValueError of a refused option into a usage error."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextlib.contextmanager
+def one_sentence_errors() -> Iterator[None]:
+    """Turn an exception into one line on stderr and exit code 1, Ctrl-C into exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader of our output has gone; Python would complain once more while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+    except Exception as error:
+        if show_tracebacks or isinstance(error, (typer.Exit, typer.BadParameter, typer.Abort)):
+            raise
+        fail(sentence(error))
+
+
+def fail(message: str) -> NoReturn:
+    """Say what went wrong and end with exit code 1."""
+    typer.secho(message, err=True, fg=typer.colors.RED)
+    raise typer.Exit(FAILED)
+
+
+def run_until_stopped(service: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a service until it ends or a signal asks it to: the first one cancels it, a second one kills what is left."""
+    with one_sentence_errors():
+        asyncio.run(_guarded(service()))
+
+
+async def _guarded(service: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(service)
+    asked = 0
+
+    def on_signal(number: int) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            _end_at_once(number)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not asked:
+            raise
+
+
+def _end_at_once(number: int) -> NoReturn:
+    from cluster.process_census import end_all_descendants
+
+    end_all_descendants()
+    os._exit(128 + number)
+
+
+def sentence(error: BaseException) -> str:
+    """What a person needs to read of an error."""
+    from cluster.errors import ClusterError
+    from worker.errors import WorkerError
+
+    if isinstance(error, (ClusterError, WorkerError, OSError, ValueError)) and str(error):
+        return _first_line(str(error))
+    call = getattr(error, "code", None)
+    if callable(call):  # a grpc.RpcError, without importing grpc for it
+        return _of_call(error)
+    return f"unexpected {type(error).__name__}: {_first_line(str(error))} (graphpool --traceback ... shows where)"
+
+
+def _of_call(error: Any) -> str:
+    code = getattr(error.code(), "name", "UNKNOWN")
+    details = _first_line(error.details() or "")
+    if code == "UNAVAILABLE" and "failed to connect" in details.lower():
+        return "nothing answers at that address: is `graphpool serve` running, and on that port?"
+    return f"{details or 'the call failed'} ({code})"
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")

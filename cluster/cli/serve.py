@@ -1,0 +1,127 @@
+"""`graphpool serve`: a whole pool on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli import options
+from cluster.cli.options import Device, Dtype, Graphs, LoadFormat
+from cluster.cli.running import run_until_stopped, usage_errors
+from cluster.cli.worker_options import worker_config
+
+if TYPE_CHECKING:
+    from cluster.cli.startup import StartupLines
+    from cluster.local_pool import LocalPool, LocalPoolConfig
+
+WATCH_S = 0.5
+
+
+def serve(
+    model: options.Model = "smollm2-135m",
+    replicas: Annotated[int, typer.Option(min=1, help="Workers to keep alive; on CUDA, one GPU each.")] = 1,
+    load_format: options.LoadFormatOption = LoadFormat.AUTO,
+    device: options.DeviceOption = Device.AUTO,
+    dtype: options.DtypeOption = Dtype.AUTO,
+    cache_dir: options.CacheDir = None,
+    max_model_len: options.MaxModelLen = None,
+    tiers: options.Tiers = None,
+    max_batch: options.MaxBatch = None,
+    buckets: options.Buckets = None,
+    prefill_chunk: options.PrefillChunk = 512,
+    kv_cache_mib: options.KvCacheMib = None,
+    gpu_memory_fraction: options.GpuMemoryFraction = 0.85,
+    max_waiting: options.MaxWaiting = 1024,
+    graphs: options.GraphsOption = Graphs.AUTO,
+    threads: options.Threads = None,
+    host: options.Host = "127.0.0.1",
+    port: options.RouterPort = options.DEFAULT_PORT,
+    max_streams: options.MaxStreams = 4096,
+    flush_ms: options.FlushMs = 8.0,
+    drain_s: options.DrainS = 10.0,
+    start_timeout_s: Annotated[
+        float,
+        typer.Option(min=1.0, help="Give up when the pool is not ready by then.", rich_help_panel=options.NETWORK),
+    ] = 900.0,
+    insecure: options.Insecure = False,
+) -> None:
+    """Serve a model from this machine: a private Ray keeps the replicas alive, a router in this process takes requests.
+
+    Stops on Ctrl-C or SIGTERM after finishing what it has, and leaves no process behind.
+    """
+    engine = worker_config(
+        model=model,
+        load_format=load_format,
+        device=device,
+        dtype=dtype,
+        cache_dir=cache_dir,
+        max_model_len=max_model_len,
+        tiers=tiers,
+        max_batch=max_batch,
+        buckets=buckets,
+        prefill_chunk=prefill_chunk,
+        kv_cache_mib=kv_cache_mib,
+        gpu_memory_fraction=gpu_memory_fraction,
+        max_waiting=max_waiting,
+        graphs=graphs,
+        threads=threads,
+    )
+    with usage_errors():
+        from cluster.config import RouterConfig, join_address
+        from cluster.local_pool import LocalPoolConfig
+
+        config = LocalPoolConfig(
+            worker=engine,
+            router=RouterConfig(listen=join_address(host, port), insecure=insecure, max_streams=max_streams),
+            num_replicas=replicas,
+            flush_interval_ms=flush_ms,
+            start_timeout_s=start_timeout_s,
+            drain_timeout_s=drain_s,
+        )
+    run_until_stopped(lambda: _serve(config))
+
+
+async def _serve(config: LocalPoolConfig) -> None:
+    from cluster.cli.startup import StartupLines
+    from cluster.local_pool import LocalPool
+
+    with StartupLines() as lines:
+        lines.say(f"graphpool serves {config.worker.model} from {_replicas(config.num_replicas)}")
+        async with LocalPool(config, lines) as pool:
+            _say_ready(lines, pool.address)
+            try:
+                await _tell_changes(pool, lines)
+            finally:
+                lines.doing("finishing what is running (Ctrl-C again ends it at once)")
+        lines.done("stopped, no process left")
+
+
+def _replicas(count: int) -> str:
+    return "one replica" if count == 1 else f"{count} replicas"
+
+
+def _say_ready(lines: StartupLines, address: str) -> None:
+    lines.done(f"[bold]ready[/] at [bold]{address}[/]; Ctrl-C stops everything")
+    lines.say(f'  graphpool chat --address {address} "Why is the sky blue?"')
+    lines.say(
+        '  grpcurl -plaintext -d \'{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}\' '
+        f"{address} graphpool.v1.GenerationService/ChatStream"
+    )
+
+
+async def _tell_changes(pool: LocalPool, lines: StartupLines) -> None:
+    """Say when a replica leaves or joins, until cancelled."""
+    known = {replica.replica: replica.incarnation for replica in pool.ready()}
+    while True:
+        await asyncio.sleep(WATCH_S)
+        now = {replica.replica: replica.incarnation for replica in pool.ready()}
+        for name in known.keys() - now.keys():
+            lines.done(f"[red]{name} is gone[/]; Ray Serve replaces it")
+        for name, incarnation in now.items():
+            if known.get(name) != incarnation:
+                lines.done(
+                    f"[green]{name} is ready[/] in a new process" if name not in known else f"{name} was replaced"
+                )
+        known = now

@@ -1,0 +1,110 @@
+"""`graphpool worker`: one replica without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli import options
+from cluster.cli.options import NETWORK, Device, Dtype, Graphs, LoadFormat
+from cluster.cli.running import run_until_stopped, usage_errors
+from cluster.cli.worker_options import worker_config
+
+if TYPE_CHECKING:
+    from cluster.config import ReplicaConfig
+    from worker.config import WorkerConfig
+
+DEFAULT_PORT = 50051
+
+
+def worker(
+    model: options.Model = "smollm2-135m",
+    load_format: options.LoadFormatOption = LoadFormat.AUTO,
+    device: options.DeviceOption = Device.AUTO,
+    dtype: options.DtypeOption = Dtype.AUTO,
+    cache_dir: options.CacheDir = None,
+    max_model_len: options.MaxModelLen = None,
+    tiers: options.Tiers = None,
+    max_batch: options.MaxBatch = None,
+    buckets: options.Buckets = None,
+    prefill_chunk: options.PrefillChunk = 512,
+    kv_cache_mib: options.KvCacheMib = None,
+    gpu_memory_fraction: options.GpuMemoryFraction = 0.85,
+    max_waiting: options.MaxWaiting = 1024,
+    graphs: options.GraphsOption = Graphs.AUTO,
+    threads: options.Threads = None,
+    host: options.Host = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 takes any free one and prints it.", rich_help_panel=NETWORK)
+    ] = DEFAULT_PORT,
+    announce: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT", help="A router to announce to; may be given several times.", rich_help_panel=NETWORK
+        ),
+    ] = None,
+    advertise: Annotated[
+        str, typer.Option(metavar="HOST", help="Host that routers dial. Default: --host.", rich_help_panel=NETWORK)
+    ] = "",
+    name: Annotated[str, typer.Option(help="Name of this place, kept over restarts.", rich_help_panel=NETWORK)] = "",
+    flush_ms: options.FlushMs = 8.0,
+    drain_s: options.DrainS = 30.0,
+    insecure: options.Insecure = False,
+) -> None:
+    """Run one replica without Ray: it answers clients itself, and requests of the routers it announces itself to.
+
+    Stops on Ctrl-C or SIGTERM after finishing what it has. Exit code 70: its engine failed; start it again.
+    """
+    engine = worker_config(
+        model=model,
+        load_format=load_format,
+        device=device,
+        dtype=dtype,
+        cache_dir=cache_dir,
+        max_model_len=max_model_len,
+        tiers=tiers,
+        max_batch=max_batch,
+        buckets=buckets,
+        prefill_chunk=prefill_chunk,
+        kv_cache_mib=kv_cache_mib,
+        gpu_memory_fraction=gpu_memory_fraction,
+        max_waiting=max_waiting,
+        graphs=graphs,
+        threads=threads,
+    )
+    with usage_errors():
+        from cluster.config import ReplicaConfig, join_address
+
+        config = ReplicaConfig(
+            listen=join_address(host, port),
+            insecure=insecure,
+            advertise=advertise,
+            name=name,
+            routers=tuple(announce or ()),
+            flush_interval_ms=flush_ms,
+            max_flush_interval_ms=max(64.0, flush_ms),
+        )
+    run_until_stopped(lambda: _serve(engine, config, drain_s))
+
+
+async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) -> None:
+    from cluster.cli.startup import StartupLines
+    from cluster.replica_process import ReplicaProcess
+
+    with StartupLines() as lines:
+        lines.doing(f"loading {engine.model}")
+        process = await ReplicaProcess.open(engine, config, progress=lines.model_progress)
+        info = process.engine.info
+        lines.done(
+            f"{info.model}: {info.architecture}, {info.dtype} on {info.device}, up to {info.max_model_len} tokens"
+        )
+        lines.done(f"ready at [bold]{process.server.address}[/] as {process.server.name}")
+        lines.say(f'  try:  graphpool chat --address {process.server.address} "Why is the sky blue?"')
+        try:
+            await asyncio.Event().wait()
+        finally:
+            lines.doing("finishing what is running (Ctrl-C again ends it at once)")
+            await process.close(grace_s=drain_s)
+            lines.done("stopped")

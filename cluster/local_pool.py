@@ -1,0 +1,201 @@
+"""A whole pool on this machine: a private Ray with replicas under Serve, and the router in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+import psutil
+
+from cluster.config import ReplicaConfig, RouterConfig
+from cluster.errors import ClusterError
+from cluster.private_ray import PrivateRay
+from cluster.router.server import RouterServer
+from cluster.serve_app import PoolConfig, deploy, num_gpus_of, share_cores, start_problem
+from protos import control_pb2
+from worker.config import WorkerConfig
+
+POLL_S = 0.2
+
+
+class PoolStartFailed(ClusterError):
+    """The pool did not come up; the message says why."""
+
+
+class StartProgress(Protocol):
+    """Where a starting pool says what it is at."""
+
+    def doing(self, what: str) -> None:
+        """This has begun."""
+
+    def done(self, what: str) -> None:
+        """This is finished."""
+
+    def model_progress(self, what: str, done: int, total: int) -> None:
+        """How far the work on model files is, in bytes; called from another thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPoolConfig:
+    """A pool on one machine."""
+
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    """What each replica runs."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """How clients reach the pool."""
+    num_replicas: int = 2
+    """Replicas to keep alive."""
+    flush_interval_ms: float = 8.0
+    """Least time between two messages of an answer; 0 = a message for every step."""
+    start_timeout_s: float = 900.0
+    """For everything up to the last replica's canary; a first start may fetch or convert a model."""
+    drain_timeout_s: float = 10.0
+    """How long requests may go on once the pool is told to stop."""
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ValueError(f"num_replicas is {self.num_replicas}, must be at least 1")
+        if not self.start_timeout_s > 0:
+            raise ValueError(f"start_timeout_s is {self.start_timeout_s}, must be positive")
+        if not self.drain_timeout_s >= 0:
+            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, must not be negative")
+
+
+class LocalPool:
+    """`async with LocalPool(config) as pool:` serves at `pool.address` until the block ends, and leaves no process."""
+
+    def __init__(self, config: LocalPoolConfig, progress: StartProgress | None = None) -> None:
+        self._config = config
+        self._progress = progress or SilentProgress()
+        self._router = RouterServer(config.router)
+        num_gpus = None if num_gpus_of(config.worker) else 0
+        self._ray = PrivateRay(num_cpus=config.num_replicas, num_gpus=num_gpus)
+        self._has_ray = False
+
+    @property
+    def address(self) -> str:
+        """host:port of the router."""
+        return self._router.address
+
+    async def __aenter__(self) -> Self:
+        """Return once every replica is READY in the router. Raises PoolStartFailed, or OSError for a taken port."""
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._start()
+        except TimeoutError:
+            await self.stop()
+            raise PoolStartFailed(f"the pool was not ready within {self._config.start_timeout_s:.0f} s") from None
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Stop the pool."""
+        await self.stop()
+
+    def loads(self) -> Sequence[control_pb2.ReplicaLoad]:
+        """Every replica the router knows, with its state and load."""
+        return self._router.pool.loads()
+
+    def ready(self) -> list[control_pb2.ReplicaLoad]:
+        """The replicas that take requests."""
+        return [replica for replica in self.loads() if replica.state == control_pb2.REPLICA_STATE_READY]
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the pool but this one."""
+        return self._ray.processes() if self._has_ray else []
+
+    def process_of(self, replica: control_pb2.ReplicaLoad) -> psutil.Process | None:
+        """The process that listens on the replica's port."""
+        port = int(replica.address.rpartition(":")[2])
+        return next((process for process in self.processes() if port in _listening_ports(process)), None)
+
+    async def stop(self) -> list[str]:
+        """Finish what runs, then end every process; returns the names of those that had to be killed."""
+        await self._router.drain(self._config.drain_timeout_s)
+        await self._router.stop()
+        if not self._has_ray:
+            return []
+        self._has_ray = False
+        return await self._ray.stop()
+
+    async def _start(self) -> None:
+        config = self._config
+        await self._prepare_model()
+        await self._router.start()
+        self._progress.done(f"router at {self.address}")
+        self._progress.doing("starting Ray")
+        self._has_ray = True
+        await self._ray.start()
+        self._progress.doing("starting Ray Serve")
+        await self._ray.call(deploy, self._pool_config())
+        self._progress.done("Ray Serve, with a token and a folder of its own")
+        self._progress.doing(f"{config.num_replicas} replicas load {config.worker.model}")
+        await self._wait_until_ready()
+
+    async def _prepare_model(self) -> None:
+        """Fetch or convert the model here, once and in sight, and find out early when it cannot be served."""
+        from worker.model.source import resolve_model
+
+        worker = self._config.worker
+        self._progress.doing(f"looking for {worker.model}")
+        await asyncio.to_thread(
+            resolve_model,
+            worker.model,
+            load_format=worker.load_format,
+            cache_dir=worker.cache_dir,
+            progress=self._progress.model_progress,
+        )
+
+    def _pool_config(self) -> PoolConfig:
+        config = self._config
+        return PoolConfig(
+            worker=share_cores(config.worker, config.num_replicas, os.cpu_count() or 1),
+            replica=ReplicaConfig(
+                routers=(self.address,),
+                flush_interval_ms=config.flush_interval_ms,
+                max_flush_interval_ms=max(64.0, config.flush_interval_ms),
+            ),
+            num_replicas=config.num_replicas,
+            max_start_attempts=1,
+            drain_timeout_s=max(config.drain_timeout_s, 0.1),
+        )
+
+    async def _wait_until_ready(self) -> None:
+        seen: set[str] = set()
+        while len(seen) < self._config.num_replicas:
+            await asyncio.sleep(POLL_S)
+            for replica in self.ready():
+                if replica.replica not in seen:
+                    seen.add(replica.replica)
+                    self._progress.done(f"{replica.replica} ready at {replica.address}")
+            problem = await self._ray.call(start_problem)
+            if problem is not None:
+                raise PoolStartFailed(f"the replicas cannot start: {problem}")
+
+
+class SilentProgress:
+    """A StartProgress nobody watches."""
+
+    def doing(self, what: str) -> None:
+        """Say nothing."""
+
+    def done(self, what: str) -> None:
+        """Say nothing."""
+
+    def model_progress(self, what: str, done: int, total: int) -> None:
+        """Say nothing."""
+
+
+def _listening_ports(process: psutil.Process) -> set[int]:
+    try:
+        return {link.laddr.port for link in process.net_connections("tcp") if link.status == psutil.CONN_LISTEN}
+    except psutil.Error:
+        return set()

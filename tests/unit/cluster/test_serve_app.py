@@ -1,0 +1,107 @@
+"""The Serve application's configuration: resources, environment, and what is refused. No Ray is started."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from cluster.config import ReplicaConfig
+from cluster.serve_app import PoolConfig, actor_options, build_app, last_cause, num_gpus_of, pool_config, share_cores
+from worker.config import WorkerConfig
+
+ROUTED = ReplicaConfig(routers=("127.0.0.1:50050",))
+
+
+def test_a_replica_on_cuda_owns_one_gpu_and_keeps_what_ray_makes_visible() -> None:
+    options = actor_options(PoolConfig(worker=WorkerConfig(device="cuda"), replica=ROUTED))
+    assert options["num_gpus"] == 1
+    assert "CUDA_VISIBLE_DEVICES" not in options["runtime_env"]["env_vars"]
+
+
+def test_a_replica_on_the_cpu_sees_no_gpu() -> None:
+    options = actor_options(PoolConfig(worker=WorkerConfig(device="cpu"), replica=ROUTED))
+    assert options["num_gpus"] == 0
+    assert options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_share_of_a_gpu_can_be_asked_for() -> None:
+    assert actor_options(PoolConfig(replica=ROUTED, num_gpus=0.5))["num_gpus"] == 0.5
+
+
+def test_the_threads_of_a_worker_reach_the_libraries_that_read_the_environment() -> None:
+    options = actor_options(PoolConfig(worker=WorkerConfig(device="cpu", cpu_threads=3), replica=ROUTED))
+    assert options["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("replicas", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (3, 2, 1), (2, 9, 4)])
+def test_cpu_replicas_share_the_cores(replicas: int, cores: int, threads: int) -> None:
+    assert share_cores(WorkerConfig(device="cpu"), replicas, cores).cpu_threads == threads
+
+
+def test_a_chosen_number_of_threads_stays() -> None:
+    assert share_cores(WorkerConfig(device="cpu", cpu_threads=7), 2, 2).cpu_threads == 7
+
+
+def test_replicas_on_cuda_keep_their_own_choice_of_threads() -> None:
+    assert share_cores(WorkerConfig(device="cuda"), 2, 8).cpu_threads is None
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0.0), ("cuda", 1.0)])
+def test_the_device_decides_the_gpus(device: Any, gpus: float) -> None:
+    assert num_gpus_of(WorkerConfig(device=device)) == gpus
+
+
+def test_plain_values_become_a_config() -> None:
+    config = pool_config(
+        {"num_replicas": 2, "worker": {"device": "cpu", "tiers": [8, 16, 32, 64]}, "replica": {"routers": ["a:1"]}}
+    )
+    assert config.worker.tiers == (8, 16, 32, 64)
+    assert config.replica.routers == ("a:1",)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"replica": {"routers": ["a:1"]}, "num_replica": 2}, "num_replica"),
+        ({"replica": {"routers": ["a:1"]}, "worker": {"modle": "x"}}, "modle"),
+        ({"replica": {"routers": ["a:1"], "prot": 1}}, "prot"),
+        ({"replica": {"routers": ["a:1"]}, "num_replicas": 0}, "num_replicas"),
+        ({"replica": {"routers": ["a:1"]}, "drain_timeout_s": 0.0}, "drain_timeout_s"),
+        ({}, "routers"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        pool_config(values)
+
+
+def test_the_application_asks_serve_for_quick_checks_and_a_drain() -> None:
+    deployment = build_app(PoolConfig(replica=ROUTED, num_replicas=3, drain_timeout_s=30.0))._bound_deployment
+    assert deployment.num_replicas == 3
+    config = deployment._deployment_config
+    assert (config.health_check_period_s, config.graceful_shutdown_wait_loop_s) == (1.0, 0.1)
+    assert config.graceful_shutdown_timeout_s > 30.0
+
+
+def test_configs_travel_to_other_processes() -> None:
+    config = PoolConfig(worker=WorkerConfig(device="cpu"), replica=ROUTED)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (
+            "Error:\nTraceback (most recent call last):\n  File x\nworker.errors.ModelLoadError: there is no abc\n",
+            "there is no abc",
+        ),
+        ("ValueError: max_batch is 0, must be at least 1", "max_batch is 0, must be at least 1"),
+        ("worker.errors.UnsafeCheckpoint: pickle files", "pickle files"),
+        ("plain words", "plain words"),
+        ("", "Ray Serve gave no reason"),
+    ],
+)
+def test_the_cause_of_a_failed_start_is_one_sentence(message: str, cause: str) -> None:
+    assert last_cause(message) == cause
