@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
 import torch
 
 
@@ -21,7 +24,9 @@ class KVCache:
     ) -> None:
         shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         # Zeros, not empty: slots that were never written are read (and masked) by the gather in attention.
-        self.storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.storage = (
+            _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.keys = list(self.storage[0].unbind(0))
@@ -43,3 +48,8 @@ class KVCache:
 def block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers, keys and values."""
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU whose pages take no memory until they are written, which `torch.zeros` does at once."""
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

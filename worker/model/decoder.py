@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from worker.model.architecture import DecoderConfig
 from worker.model.attend import Attend
+from worker.model.linear import linear
 from worker.model.rope_table import rope_table
 
 
@@ -55,14 +56,14 @@ class DecoderLayer(nn.Module):
         normed = functional.rms_norm(x, x.shape[-1:], self.input_norm, self.eps)
         q, k, v = self._project(normed, cos, sin)
         attended = attend(self.index, q, k, v).reshape(x.shape[0], -1)
-        x = x.add_(functional.linear(attended, self.o_weight, self.o_bias))
+        x = x.add_(linear(attended, self.o_weight, self.o_bias))
         normed = functional.rms_norm(x, x.shape[-1:], self.post_attention_norm, self.eps)
         return x.add_(self._feed_forward(normed))
 
     def _project(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        qkv = functional.linear(x, self.qkv_weight, self.qkv_bias).view(x.shape[0], -1, self.head_dim)
+        qkv = linear(x, self.qkv_weight, self.qkv_bias).view(x.shape[0], -1, self.head_dim)
         turned = self.num_heads + self.num_kv_heads
         qk, v = qkv[:, :turned], qkv[:, turned:]
         if self.q_norm is not None and self.k_norm is not None:
@@ -73,9 +74,9 @@ class DecoderLayer(nn.Module):
         return qk[:, : self.num_heads], qk[:, self.num_heads :], v
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = functional.linear(x, self.gate_up_weight, self.gate_up_bias)
+        gate_up = linear(x, self.gate_up_weight, self.gate_up_bias)
         gate, up = gate_up[:, : self.intermediate_size], gate_up[:, self.intermediate_size :]
-        return functional.linear(functional.silu(gate).mul_(up), self.down_weight, self.down_bias)
+        return linear(functional.silu(gate).mul_(up), self.down_weight, self.down_bias)
 
 
 class Decoder(nn.Module):
@@ -108,7 +109,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden] -> [N, vocab]."""
-        return functional.linear(hidden, self.lm_head)
+        return linear(hidden, self.lm_head)
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
