@@ -41,7 +41,9 @@ def ended(name: str) -> Callable[[list[EngineEvent]], bool]:
 
 
 @contextmanager
-def running(step_s: float = 0.0, **options: int) -> Iterator[tuple[EngineThread, Sink, ScriptRunner, list[BaseException]]]:
+def running(
+    step_s: float = 0.0, **options: int
+) -> Iterator[tuple[EngineThread, Sink, ScriptRunner, list[BaseException]]]:
     def next_token(_: object) -> int:
         time.sleep(step_s)
         return ord("x")
@@ -91,10 +93,9 @@ def test_bad_requests_are_refused_on_the_calling_thread() -> None:
 
 
 def test_a_full_queue_is_refused_on_the_calling_thread() -> None:
-    with running(step_s=0.05, max_waiting=4, max_batch=1) as (engine, _, _, _):
-        with pytest.raises(QueueFull):
-            for i in range(20):
-                engine.submit(request(f"r{i}", n=2))
+    with running(step_s=0.05, max_waiting=4, max_batch=1) as (engine, _, _, _), pytest.raises(QueueFull):
+        for i in range(20):
+            engine.submit(request(f"r{i}", n=2))
 
 
 def test_cancel_ends_a_running_request() -> None:
