@@ -1,0 +1,1 @@
+"""Between text and token ids: encoding, chat templates, incremental decoding, stop strings. Torch-free."""
