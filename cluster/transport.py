@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 
@@ -26,6 +27,17 @@ def create_server(*, keepalive: Keepalive, max_streams: int) -> grpc.aio.Server:
         ("grpc.so_reuseport", 0),
     ]
     return grpc.aio.server(options=options, interceptors=(RefuseMalformed(),))
+
+
+def bind(server: grpc.aio.Server, listen: str) -> int:
+    """Listen there; returns the port. Raises OSError when that is not possible."""
+    try:
+        port: int = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise OSError(
+            errno.EADDRINUSE, f"cannot listen at {listen}: the port is taken or the host is not here"
+        ) from error
+    return port
 
 
 def open_link_channel(address: str, keepalive: Keepalive) -> grpc.aio.Channel:

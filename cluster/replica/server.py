@@ -26,7 +26,7 @@ from cluster.replica.events import EventFanout
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.lifecycle import Lifecycle, State
 from cluster.replica.text import TextProcessor, Texts
-from cluster.transport import create_server, offer_reflection
+from cluster.transport import bind, create_server, offer_reflection
 from cluster.version import version
 from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from worker.errors import Draining, WorkerError
@@ -110,7 +110,7 @@ class ReplicaServer:
         # Made here: gRPC binds it to the running event loop.
         server = self._server = create_server(keepalive=self._config.keepalive, max_streams=self._config.max_streams)
         await self._add_services(server)
-        port = server.add_insecure_port(self._config.listen)
+        port = bind(server, self._config.listen)
         host = self._config.advertise or split_address("listen", self._config.listen)[0]
         self._backend.address = join_address(host, port)
         self._backend.name = self._config.name or self._backend.address

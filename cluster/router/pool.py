@@ -135,7 +135,7 @@ class Pool:
                 address=link.address,
                 incarnation=link.incarnation,
                 state=link.state,
-                load=link.load,
+                load=link.load if link.is_attached else None,
                 router_outstanding_tokens=link.outstanding_tokens,
                 router_streams=link.num_streams,
             )

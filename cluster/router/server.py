@@ -21,7 +21,7 @@ from cluster.router.link import Link
 from cluster.router.membership import Membership
 from cluster.router.policies import LeastOutstandingTokens, Policy
 from cluster.router.pool import Pool
-from cluster.transport import create_server, offer_reflection
+from cluster.transport import bind, create_server, offer_reflection
 from cluster.version import version
 from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc, replica_pb2_grpc
 from worker.errors import Draining
@@ -62,7 +62,7 @@ class RouterServer:
         # Made here: gRPC binds it to the running event loop.
         server = self._server = create_server(keepalive=self._config.keepalive, max_streams=self._config.max_streams)
         await self._add_services(server)
-        port = server.add_insecure_port(self._config.listen)
+        port = bind(server, self._config.listen)
         self._address = join_address(split_address("listen", self._config.listen)[0], port)
         await server.start()
         self._membership.start()

@@ -1,0 +1,42 @@
+"""Calling a pool, or one replica: `GraphpoolClient` blocks, `AsyncGraphpoolClient` is for asyncio."""
+
+from cluster.client.aio import AsyncAnswerStream, AsyncGraphpoolClient
+from cluster.client.answers import Answer, Choice, PoolStatus, TokenLogprob
+from cluster.client.errors import (
+    AlreadyExists,
+    CallError,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from cluster.client.requests import Message, Prompt, SamplingOptions
+from cluster.client.sync import AnswerStream, GraphpoolClient
+
+__all__ = [
+    "AlreadyExists",
+    "Answer",
+    "AnswerStream",
+    "AsyncAnswerStream",
+    "AsyncGraphpoolClient",
+    "CallError",
+    "Cancelled",
+    "Choice",
+    "DeadlineExceeded",
+    "FailedPrecondition",
+    "GraphpoolClient",
+    "InternalError",
+    "InvalidArgument",
+    "Message",
+    "NotFound",
+    "PoolStatus",
+    "Prompt",
+    "ResourceExhausted",
+    "SamplingOptions",
+    "TokenLogprob",
+    "Unavailable",
+]

@@ -1,0 +1,99 @@
+"""What a call can end with: one type for each status code that servers use.
+
+CallError
+├── InvalidArgument      a field of the request is wrong; the details name it
+├── NotFound             another model is served
+├── AlreadyExists        the request id is live already
+├── FailedPrecondition   the server has not loaded its model
+├── ResourceExhausted    too much is going on; come back after `retry_after_s`
+├── Unavailable          nobody can take the request, or whoever had it is gone
+├── DeadlineExceeded     the deadline passed before the answer was complete
+├── Cancelled            somebody ended the request
+└── InternalError        the server's fault
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from cluster.errors import ClusterError
+from cluster.status import PUSHBACK_KEY
+
+
+class CallError(ClusterError):
+    """A call ended with this status; `details` is the server's sentence."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, retry_after_s: float | None = None) -> None:
+        super().__init__(code, details, retry_after_s)
+        self.code = code
+        self.details = details
+        self.retry_after_s = retry_after_s
+        """When the server wants to be asked again; None = it did not say."""
+
+    def __str__(self) -> str:
+        return f"{self.code.name}: {self.details}"
+
+
+class InvalidArgument(CallError):
+    """A field of the request is wrong."""
+
+
+class NotFound(CallError):
+    """Another model is served, or there is no such replica."""
+
+
+class AlreadyExists(CallError):
+    """A request of this id is being answered."""
+
+
+class FailedPrecondition(CallError):
+    """The server is not in a state to answer."""
+
+
+class ResourceExhausted(CallError):
+    """The server has more to do than it takes on."""
+
+
+class Unavailable(CallError):
+    """Nobody can take the request, or the answer broke off."""
+
+
+class DeadlineExceeded(CallError):
+    """The deadline passed."""
+
+
+class Cancelled(CallError):
+    """The request was ended early."""
+
+
+class InternalError(CallError):
+    """The server's fault."""
+
+
+_TYPES: dict[grpc.StatusCode, type[CallError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.INTERNAL: InternalError,
+}
+
+
+def call_error(error: Any) -> CallError:
+    """The typed form of a `grpc.RpcError`."""
+    code: grpc.StatusCode = error.code()
+    return _TYPES.get(code, CallError)(code, error.details() or "", _retry_after_s(error))
+
+
+def _retry_after_s(error: Any) -> float | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == PUSHBACK_KEY:
+            pushback_ms = int(value)
+            return pushback_ms / 1000 if pushback_ms >= 0 else None
+    return None

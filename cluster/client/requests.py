@@ -1,0 +1,106 @@
+"""From Python values to wire messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict
+
+from cluster.codec import sampling_to_proto
+from protos import generation_pb2
+from worker.errors import InvalidRequest
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+Message = tuple[str, str] | Mapping[str, str]
+"""(role, content), or {"role": ..., "content": ...}."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of every generating call. Absent or None = the model's default."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    min_tokens: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    n: int | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
+    allowed_token_ids: Sequence[int] | None
+
+
+def generate_request(
+    prompt: Prompt, *, model: str, request_id: str, sampling: SamplingOptions
+) -> generation_pb2.GenerateRequest:
+    """Raises InvalidRequest for values no message can hold; everything else is the server's to judge."""
+    request = generation_pb2.GenerateRequest(request_id=request_id, model=model, sampling=sampling_to_proto(sampling))
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.CopyFrom(_token_ids(prompt))
+    return request
+
+
+def chat_request(
+    messages: Iterable[Message], *, model: str, request_id: str, sampling: SamplingOptions
+) -> generation_pb2.ChatRequest:
+    """Raises InvalidRequest for values no message can hold."""
+    return generation_pb2.ChatRequest(
+        request_id=request_id,
+        model=model,
+        messages=_chat_messages(messages),
+        sampling=sampling_to_proto(sampling),
+    )
+
+
+def tokenize_request(
+    text: str | None, messages: Iterable[Message] | None, *, model: str, add_special_tokens: bool
+) -> generation_pb2.TokenizeRequest:
+    """Of a conversation if there is one, else of a text."""
+    request = generation_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+    if messages is not None:
+        request.messages.messages.extend(_chat_messages(messages))
+        request.messages.SetInParent()
+    elif text is not None:
+        request.text = text
+    return request
+
+
+def detokenize_request(
+    token_ids: Iterable[int], *, model: str, skip_special_tokens: bool
+) -> generation_pb2.DetokenizeRequest:
+    """Raises InvalidRequest for what is no id at all."""
+    return generation_pb2.DetokenizeRequest(
+        model=model, token_ids=_token_ids(token_ids).ids, skip_special_tokens=skip_special_tokens
+    )
+
+
+def _chat_messages(messages: Iterable[Message]) -> list[generation_pb2.ChatMessage]:
+    """A conversation on the wire. Raises InvalidRequest naming the message that is none."""
+    return [_chat_message(position, message) for position, message in enumerate(messages)]
+
+
+def _token_ids(ids: Iterable[int]) -> generation_pb2.TokenIds:
+    """Raises InvalidRequest for what is no id at all."""
+    try:
+        return generation_pb2.TokenIds(ids=ids)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest("token_ids", "holds something that is not an integer of 64 bits") from error
+
+
+def _chat_message(position: int, message: Message) -> generation_pb2.ChatMessage:
+    try:
+        role, content = (message["role"], message["content"]) if isinstance(message, Mapping) else message
+        return generation_pb2.ChatMessage(role=role, content=content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"messages[{position}]", "is not a role and a content") from error
