@@ -43,6 +43,7 @@ class TextProcessor:
         self._control = ControlTokens.among(self._parsing.get_added_tokens_decoder().items(), template or "")
         self._plain = _plain_tokenizer(tokenizer_json, self._control)
         """Knows no control tokens."""
+        self._normalizer = _control_normalizer(self._parsing, self._control)
         self._before, self._after = _surroundings(self._parsing)
         self._template = None if template is None else ChatTemplate(template, special_tokens or {})
 
@@ -97,6 +98,7 @@ class TextProcessor:
         template says against them.
         """
         template = self._checked(messages)
+        self._refuse_lookalikes(messages)
         if not any(self._control.occurs_in(content) for _, content in messages):
             chat = [{"role": role, "content": content} for role, content in messages]
             return self._encode_rendered(template.render(chat))
@@ -121,6 +123,15 @@ class TextProcessor:
                 raise InvalidRequest("messages", f"role {role[:32]!r} is not one of {', '.join(ROLES)}")
         self._check_size("messages", sum(len(_utf8("messages", content)) for _, content in messages))
         return self._template
+
+    def _refuse_lookalikes(self, messages: Sequence[tuple[str, str]]) -> None:
+        """Text that only the tokenizer's normalisation would turn into a control token's string has no stand-in."""
+        if self._normalizer is None:
+            return
+        for _, content in messages:
+            visible = Disguise(self._control).put_on(content)
+            if self._control.occurs_in(self._normalizer.normalize_str(visible)):
+                raise InvalidRequest("messages", "spell a special token in characters that are normalised to it")
 
     def _check_size(self, field: str, size: int) -> None:
         if size > self.max_text_bytes:
@@ -169,6 +180,12 @@ def _plain_tokenizer(tokenizer_json: str, control: ControlTokens) -> Tokenizer:
     tokenizer.add_special_tokens([_as_special(added[token_id]) for token_id in control.ids])
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _control_normalizer(tokenizer: Tokenizer, control: ControlTokens) -> Any:
+    """The tokenizer's normaliser, if control tokens are looked for behind it; None otherwise."""
+    added = tokenizer.get_added_tokens_decoder()
+    return tokenizer.normalizer if any(added[token_id].normalized for token_id in control.ids) else None
 
 
 def _as_special(token: Any) -> Any:
