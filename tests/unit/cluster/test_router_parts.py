@@ -1,0 +1,408 @@
+"""The pieces a router is made of, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.codec import AnyRequest
+from cluster.config import RouterConfig
+from cluster.errors import (
+    BrokenStream,
+    CanaryFailed,
+    RemoteError,
+    ReplicaLost,
+    ReplicaUnresponsive,
+    SlowReader,
+    StaleIncarnation,
+)
+from cluster.router.answering import Answering
+from cluster.router.canary import NUM_TOKENS, canary_request, run_canary
+from cluster.router.membership import MAX_REPLICAS, Membership
+from cluster.router.stream import LinkStream
+from protos import control_pb2, replica_pb2
+from protos import generation_pb2 as pb
+from worker.errors import DeadlineExceeded, InvalidRequest, RequestAborted
+
+
+class FakeLink:
+    """What a LinkStream and a Membership need of a Link."""
+
+    def __init__(self, address: str = "127.0.0.1:1", incarnation: str = "") -> None:
+        self.name = "replica"
+        self.address = address
+        self.incarnation = incarnation
+        self.outstanding_tokens = 0
+        self.num_streams = 0
+        self.is_attached = True
+        self.calls: list[str] = []
+        self.forgotten: list[tuple[int, bool]] = []
+
+    def forget(self, stream_id: int, *, cancel: bool) -> None:
+        self.forgotten.append((stream_id, cancel))
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def poke(self) -> None:
+        self.calls.append("poke")
+
+    def retire(self) -> None:
+        self.calls.append("retire")
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+
+
+def open_stream(link: FakeLink, *, cost: int = 20, prompt_cost: int = 5, limit: int = 100) -> LinkStream:
+    untyped: Any = link
+    link.outstanding_tokens += cost
+    return LinkStream(untyped, 1, prompt_cost=prompt_cost, cost=cost, limit=limit)
+
+
+def piece(sequence: int, num_tokens: int, *, end: bool = False) -> replica_pb2.StreamEvent:
+    response = pb.GenerateResponse(sequence=sequence, choices=[pb.Choice(token_ids=range(num_tokens))])
+    return replica_pb2.StreamEvent(stream_id=1, response=response, end=end)
+
+
+async def read(stream: LinkStream) -> list[int]:
+    return [len(response.choices[0].token_ids) async for response in stream]
+
+
+async def test_a_stream_gives_its_pieces_in_order_and_ends() -> None:
+    stream = open_stream(FakeLink())
+    for event in (piece(0, 1), piece(1, 2), piece(2, 3, end=True)):
+        stream.push(event)
+    assert await read(stream) == [1, 2, 3]
+
+
+async def test_outstanding_tokens_fall_with_what_arrives_and_are_gone_at_the_end() -> None:
+    link = FakeLink()
+    stream, seen = open_stream(link), []
+    for event in (piece(0, 1), piece(1, 4), piece(2, 3, end=True)):
+        stream.push(event)
+        seen.append(link.outstanding_tokens)
+    assert seen == [20 - 5 - 1, 20 - 5 - 1 - 4, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.lists(st.integers(0, 50), max_size=10), st.booleans()), max_size=20),
+)
+def test_outstanding_tokens_return_to_zero_however_streams_end(
+    streams: Sequence[tuple[int, Sequence[int], bool]],
+) -> None:
+    link = FakeLink()
+    for cost, pieces, is_lost in streams:
+        stream = open_stream(link, cost=cost, prompt_cost=cost // 2)
+        for sequence, num_tokens in enumerate(pieces):
+            stream.push(piece(sequence, num_tokens))
+            assert link.outstanding_tokens >= 0
+        if is_lost:
+            stream.lose(is_silent=False)
+        stream.close()
+    assert link.outstanding_tokens == 0
+
+
+async def test_an_error_comes_after_the_pieces_that_arrived_before_it() -> None:
+    stream = open_stream(FakeLink())
+    stream.push(piece(0, 1))
+    error = replica_pb2.StreamError(code=13, message="NaN")
+    stream.push(replica_pb2.StreamEvent(stream_id=1, error=error, end=True))
+    assert (await anext(stream)).sequence == 0
+    with pytest.raises(RemoteError, match="NaN"):
+        await anext(stream)
+
+
+@pytest.mark.parametrize(("is_silent", "kind"), [(False, ReplicaLost), (True, ReplicaUnresponsive)])
+async def test_a_lost_replica_ends_its_streams_with_the_number_of_tokens_that_came(
+    is_silent: bool, kind: type[ReplicaLost]
+) -> None:
+    stream = open_stream(FakeLink())
+    stream.push(piece(0, 3))
+    stream.lose(is_silent=is_silent)
+    await anext(stream)
+    with pytest.raises(kind) as caught:
+        await anext(stream)
+    assert type(caught.value) is kind
+    assert caught.value.delivered == 3
+
+
+async def test_a_waiting_reader_learns_of_the_loss() -> None:
+    stream = open_stream(FakeLink())
+    reader = asyncio.create_task(read(stream))
+    await asyncio.sleep(0)
+    stream.lose(is_silent=False)
+    with pytest.raises(ReplicaLost):
+        await reader
+
+
+async def test_closing_early_cancels_on_the_replica_and_closing_late_does_not() -> None:
+    early, late = FakeLink(), FakeLink()
+    open_stream(early).close()
+    stream = open_stream(late)
+    stream.push(piece(0, 1, end=True))
+    stream.close()
+    assert (early.forgotten, late.forgotten) == ([(1, True)], [(1, False)])
+
+
+async def test_a_gap_in_the_sequence_ends_the_stream_on_both_sides() -> None:
+    link = FakeLink()
+    stream = open_stream(link)
+    stream.push(piece(0, 1))
+    stream.push(piece(2, 1))
+    with pytest.raises(BrokenStream, match=r"message 2 .* where 1"):
+        await read(stream)
+    assert link.forgotten == [(1, True)]
+    assert link.outstanding_tokens == 0
+
+
+async def test_a_reader_that_falls_behind_costs_a_bounded_number_of_messages() -> None:
+    link = FakeLink()
+    stream = open_stream(link, cost=10_000, limit=8)
+    for sequence in range(1000):
+        stream.push(piece(sequence, 1))
+    assert len(stream._pieces) <= 8
+    assert link.forgotten == [(1, True)]
+    assert link.outstanding_tokens == 0
+    with pytest.raises(SlowReader):
+        await read(stream)
+
+
+class FakeCanaryTarget:
+    """Answers canaries from a script: token ids of each piece, or an error to raise."""
+
+    def __init__(self, *answer: list[int] | Exception, vocab_size: int = 100, delay_s: float = 0.0) -> None:
+        self.name = "replica"
+        self.model: control_pb2.ModelInfo | None = control_pb2.ModelInfo(vocab_size=vocab_size)
+        self.is_closed = False
+        self._answer = answer
+        self._delay_s = delay_s
+
+    def open(
+        self, request: AnyRequest, *, attempt: int, timeout_s: float | None, prompt_cost: int, cost: int
+    ) -> FakeCanaryTarget:
+        self.request = request
+        return self
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        for part in self._answer:
+            await asyncio.sleep(self._delay_s)
+            if isinstance(part, Exception):
+                raise part
+            yield pb.GenerateResponse(choices=[pb.Choice(token_ids=part)])
+
+
+async def test_a_replica_that_generates_passes_its_canary() -> None:
+    target = FakeCanaryTarget([1], [2])
+    await run_canary(target, timeout_s=1)
+    assert target.is_closed
+    assert target.request == canary_request(100)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        FakeCanaryTarget([1]),
+        FakeCanaryTarget(),
+        FakeCanaryTarget([1, 2, 3]),
+        FakeCanaryTarget([1, 100]),
+        FakeCanaryTarget([1], RemoteError(13, "NaN")),
+        FakeCanaryTarget(ReplicaLost("replica")),
+        FakeCanaryTarget([1], [2], delay_s=5),
+    ],
+    ids=["short", "empty", "long", "out of vocabulary", "error", "lost", "slow"],
+)
+async def test_a_replica_that_answers_wrongly_or_late_fails_its_canary(target: FakeCanaryTarget) -> None:
+    with pytest.raises(CanaryFailed, match="replica replica failed its canary"):
+        await run_canary(target, timeout_s=0.05)
+    assert target.is_closed
+
+
+async def test_a_replica_that_is_not_attached_fails_its_canary() -> None:
+    target = FakeCanaryTarget()
+    target.model = None
+    with pytest.raises(CanaryFailed, match="not attached"):
+        await run_canary(target, timeout_s=1)
+
+
+def test_the_canary_is_short_greedy_and_within_any_vocabulary() -> None:
+    request = canary_request(3)
+    assert max(request.token_ids.ids) < 3
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (NUM_TOKENS, 0)
+
+
+def test_a_deadline_that_passed_is_an_error_and_none_is_none() -> None:
+    assert Answering(None).time_left_s() is None
+    left_s = Answering(10.0).time_left_s()
+    assert left_s is not None
+    assert 9 < left_s <= 10
+    with pytest.raises(DeadlineExceeded):
+        Answering(-1.0).check()
+
+
+async def test_what_ends_a_request_also_ends_its_stream() -> None:
+    answering, stream = Answering(None), open_stream(FakeLink())
+    answering.placed(stream)
+    answering.fail(RequestAborted())
+    with pytest.raises(RequestAborted):
+        answering.check()
+    with pytest.raises(RequestAborted):
+        await anext(stream)
+
+
+def test_only_the_last_piece_gets_the_routers_times() -> None:
+    answering = Answering(None)
+    assert not answering.stamp(pb.GenerateResponse()).HasField("timings")
+    last = answering.stamp(pb.GenerateResponse(timings=pb.Timings(queue_ms=1)))
+    assert answering.has_started
+    assert last.timings.queue_ms == 1
+    assert last.timings.total_ms >= last.timings.router_ms >= 0
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def create_membership(clock: FakeClock | None = None) -> tuple[Membership, list[FakeLink]]:
+    links: list[FakeLink] = []
+
+    def create_link(address: str, incarnation: str) -> Any:
+        links.append(FakeLink(address, incarnation))
+        return links[-1]
+
+    return Membership(RouterConfig(), create_link, clock=clock or FakeClock()), links
+
+
+def announcement(incarnation: str, *, replica: str = "a", address: str = "127.0.0.1:1", state: int = 2) -> Any:
+    return replica_pb2.AnnounceRequest(
+        replica=replica,
+        address=address,
+        incarnation=incarnation,
+        state=state,  # type: ignore[arg-type]
+    )
+
+
+def test_a_replica_is_dialed_when_it_announces_itself_and_once_only() -> None:
+    membership, links = create_membership()
+    for _ in range(5):
+        membership.announce(announcement("1"))
+    assert [(link.address, link.incarnation, link.calls) for link in links] == [("127.0.0.1:1", "1", ["start"])]
+
+
+def test_a_newer_process_takes_the_place_of_an_older_one() -> None:
+    membership, links = create_membership()
+    membership.announce(announcement("1"))
+    membership.announce(announcement("2", address="127.0.0.1:2"))
+    assert links[0].calls == ["start", "retire"]
+    assert links[1].calls == ["start"]
+
+
+def test_an_older_process_never_takes_the_place_of_a_newer_one() -> None:
+    membership, links = create_membership()
+    membership.announce(announcement("2"))
+    links[0].is_attached = False
+    with pytest.raises(StaleIncarnation):
+        membership.announce(announcement("1", address="127.0.0.1:2"))
+    assert len(links) == 1
+    assert links[0].calls == ["start"]
+
+
+@given(st.lists(st.sampled_from("123456"), min_size=1, max_size=30))
+def test_whatever_the_order_of_announcements_the_newest_process_stays(incarnations: list[str]) -> None:
+    membership, _ = create_membership()
+    newest = ""
+    for incarnation in incarnations:
+        if incarnation < newest:
+            with pytest.raises(StaleIncarnation):
+                membership.announce(announcement(incarnation))
+        else:
+            membership.announce(announcement(incarnation))
+        newest = max(newest, incarnation)
+        retired = [link.incarnation for link in membership._leaving]
+        assert newest not in retired
+        assert membership._members["a"].incarnation == newest
+
+
+def test_a_lost_replica_is_dialed_again_as_soon_as_it_is_heard_of() -> None:
+    membership, links = create_membership()
+    membership.announce(announcement("1"))
+    links[0].is_attached = False
+    membership.announce(announcement("1"))
+    assert links[0].calls == ["start", "poke"]
+
+
+async def test_a_lost_and_silent_replica_is_forgotten_and_an_attached_one_is_not() -> None:
+    clock = FakeClock()
+    membership, links = create_membership(clock)
+    membership.announce(announcement("1", replica="lost"))
+    membership.announce(announcement("2", replica="attached", address="127.0.0.1:2"))
+    links[0].is_attached = False
+    await membership.sweep()
+    assert len(membership.links) == 2
+    clock.now_s += 3.5
+    await membership.sweep()
+    assert [link.incarnation for link in membership.links] == ["2"]
+    assert links[0].calls[-1] == "stop"
+
+
+async def test_a_replaced_replica_goes_when_its_last_request_is_answered() -> None:
+    membership, links = create_membership()
+    membership.announce(announcement("1"))
+    links[0].num_streams = 1
+    membership.announce(announcement("2", address="127.0.0.1:2"))
+    await membership.sweep()
+    assert links[0].calls == ["start", "retire"]
+    links[0].num_streams = 0
+    await membership.sweep()
+    assert links[0].calls[-1] == "stop"
+    assert len(membership.links) == 1
+
+
+@pytest.mark.parametrize("state", [control_pb2.REPLICA_STATE_STOPPED, control_pb2.REPLICA_STATE_FAILED])
+def test_a_replica_that_says_goodbye_before_it_is_known_is_not_dialed(state: int) -> None:
+    membership, links = create_membership()
+    membership.announce(announcement("1", state=state))
+    assert links == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"replica": ""}, "replica"),
+        ({"replica": "a b"}, "replica"),
+        ({"replica": "x" * 129}, "replica"),
+        ({"incarnation": ""}, "incarnation"),
+        ({"incarnation": "\n"}, "incarnation"),
+        ({"address": ""}, "address"),
+        ({"address": "127.0.0.1:0"}, "address"),
+        ({"address": "http://127.0.0.1:80"}, "address"),
+    ],
+)
+def test_an_announcement_that_makes_no_sense_is_refused_by_name(changes: dict[str, str], field: str) -> None:
+    membership, _ = create_membership()
+    request = announcement("1")
+    for name, value in changes.items():
+        setattr(request, name, value)
+    with pytest.raises(InvalidRequest) as caught:
+        membership.announce(request)
+    assert caught.value.field == field
+
+
+def test_the_number_of_replicas_is_bounded() -> None:
+    membership, _ = create_membership()
+    for number in range(MAX_REPLICAS):
+        membership.announce(announcement("1", replica=f"r{number}"))
+    with pytest.raises(InvalidRequest, match="the limit"):
+        membership.announce(announcement("1", replica="one-more"))
