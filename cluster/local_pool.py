@@ -119,11 +119,14 @@ class LocalPool:
 
     async def stop(self) -> list[str]:
         """Finish what runs, then end every process; returns the names of those that had to be killed."""
+        if self._router.pool.num_live:
+            self._progress.doing("finishing what is running")
         await self._router.drain(self._config.drain_timeout_s)
         await self._router.stop()
         if not self._has_ray:
             return []
         self._has_ray = False
+        self._progress.doing("stopping Ray")
         return await self._ray.stop()
 
     async def _start(self) -> None:

@@ -24,7 +24,8 @@ OBJECT_STORE_BYTES = 80 * 2**20
 """Ray's least: nothing of ours goes through its object store."""
 EXIT_GRACE_S = 5.0
 ENVIRONMENT = {
-    # A live grpc.aio channel in a process that forks can crash the child.
+    # gRPC's fork handlers hang or crash the daemons that are forked beside a live grpc.aio channel. It is read when
+    # gRPC is imported, so this module is imported before any that does.
     "GRPC_ENABLE_FORK_SUPPORT": "0",
     # Whoever reaches Ray's ports can run code: only holders of the token may.
     "RAY_AUTH_MODE": "token",
@@ -32,6 +33,17 @@ ENVIRONMENT = {
     # A replica that fails its health check is of no more use to its streams: end it without the drain's wait.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
+
+
+def prepare_environment() -> None:
+    """Set what Ray and gRPC read when they are imported, here and in every process started from here."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Ray reads the token once in a process, so every pool of this process shares it.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+prepare_environment()
 
 
 class PrivateRay:
@@ -52,7 +64,6 @@ class PrivateRay:
 
     async def start(self) -> None:
         """Start the daemons and connect. On any failure nothing is left running."""
-        prepare_environment()
         # Unix socket paths are short: Ray's lie deep under this folder.
         self._folder = self._temp_dir or Path(tempfile.mkdtemp(prefix="graphpool-", dir="/tmp"))
         try:
@@ -91,6 +102,8 @@ class PrivateRay:
         if ray.is_initialized():
             raise RuntimeError("Ray runs in this process already; a pool needs one of its own")
         logging.getLogger("ray").setLevel(logging.ERROR)
+        # Ray tells of every lost worker on our stdout, whatever its logging is set to; the router says it better.
+        ray._private.worker._worker_logs_enabled = False
         ray.init(
             "local",
             num_cpus=self._num_cpus,
@@ -111,11 +124,3 @@ class PrivateRay:
 
     def _is_daemon(self, process: psutil.Process) -> bool:
         return any(str(self._folder) in argument for argument in process.cmdline())
-
-
-def prepare_environment() -> None:
-    """Set what Ray and gRPC read when they are imported, here and in every process started from here."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # Ray reads the token once in a process, so every pool of this process shares it.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

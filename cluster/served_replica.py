@@ -27,7 +27,7 @@ class ServedReplica:
         """Raise when the engine makes no progress although it has work."""
         self._process.server.check()
 
-    async def __del__(self) -> None:  # type: ignore[misc]
+    async def __del__(self) -> None:
         """Take nothing new, finish what is running, then go."""
         await self._process.close(grace_s=self._drain_timeout_s)
 

@@ -7,8 +7,10 @@ import os
 
 def main() -> None:
     """Entry point of the console script."""
-    # gRPC reads it when it is imported; a live channel in a process that forks can crash the child.
+    # gRPC reads these when it is imported. Its fork handlers hang processes that Ray starts, and what it logs of failed
+    # connections and ports is said better by the errors themselves.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from cluster.cli.app import app
 
-    app()
+    app(prog_name="graphpool")

@@ -49,7 +49,9 @@ def common(
     _show_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    traceback: Annotated[bool, typer.Option(help="Show where an error came from, for a bug report.")] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an error came from, for a bug report.")
+    ] = False,
 ) -> None:
     """Take what every command understands."""
     running.show_tracebacks = traceback

@@ -144,3 +144,6 @@ RouterPort = Annotated[
 MaxStreams = Annotated[
     int, typer.Option(min=1, help="Requests answered at the same time; more are refused.", rich_help_panel=NETWORK)
 ]
+TimeoutS = Annotated[
+    float | None, typer.Option(min=0.001, help="Deadline of the whole answer, in seconds.", rich_help_panel=NETWORK)
+]

@@ -90,20 +90,29 @@ def sentence(error: BaseException) -> str:
     from cluster.errors import ClusterError
     from worker.errors import WorkerError
 
+    status = _status(error)
+    if status is not None:
+        return _of_status(*status)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, (ClusterError, WorkerError, OSError, ValueError)) and str(error):
         return _first_line(str(error))
-    call = getattr(error, "code", None)
-    if callable(call):  # a grpc.RpcError, without importing grpc for it
-        return _of_call(error)
     return f"unexpected {type(error).__name__}: {_first_line(str(error))} (graphpool --traceback ... shows where)"
 
 
-def _of_call(error: Any) -> str:
-    code = getattr(error.code(), "name", "UNKNOWN")
-    details = _first_line(error.details() or "")
+def _status(error: BaseException) -> tuple[str, str] | None:
+    """Code and details of a failed call: a CallError's attributes, or a grpc.RpcError's methods."""
+    code, details = getattr(error, "code", None), getattr(error, "details", None)
+    if callable(code) and callable(details):
+        code, details = code(), details()
+    name = getattr(code, "name", None)
+    return None if name is None else (name, details or "")
+
+
+def _of_status(code: str, details: str) -> str:
     if code == "UNAVAILABLE" and "failed to connect" in details.lower():
         return "nothing answers at that address: is `graphpool serve` running, and on that port?"
-    return f"{details or 'the call failed'} ({code})"
+    return f"{_first_line(details) or 'the call failed'} ({code})"
 
 
 def _first_line(text: str) -> str:

@@ -89,13 +89,13 @@ async def _serve(config: LocalPoolConfig) -> None:
 
     with StartupLines() as lines:
         lines.say(f"graphpool serves {config.worker.model} from {_replicas(config.num_replicas)}")
-        async with LocalPool(config, lines) as pool:
-            _say_ready(lines, pool.address)
-            try:
+        try:
+            async with LocalPool(config, lines) as pool:
+                _say_ready(lines, pool.address)
                 await _tell_changes(pool, lines)
-            finally:
-                lines.doing("finishing what is running (Ctrl-C again ends it at once)")
-        lines.done("stopped, no process left")
+        except asyncio.CancelledError:
+            lines.done("stopped, no process left")
+            raise
 
 
 def _replicas(count: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,13 +12,14 @@ from cluster.cli.options import DEFAULT_ADDRESS, Address
 from cluster.cli.running import fail, one_sentence_errors
 
 if TYPE_CHECKING:
-    from cluster.client import GraphpoolClient
-    from protos import control_pb2
+    from cluster.client import GraphpoolClient, PoolStatus
+
+CALL_TIMEOUT_S = 5.0
 
 
 def status(
     address: Address = DEFAULT_ADDRESS,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")] = False,
     watch: Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Show it again and again.")] = None,
 ) -> None:
     """Show the replicas of a pool: state, tiers, running and waiting sequences, tokens/s, step time.
@@ -27,10 +30,46 @@ def status(
         from cluster.client import GraphpoolClient
 
         with GraphpoolClient(address) as client:
-            if watch is not None:
-                _watch(client, watch, as_json)
-                return
-            loads = client.loads()
-            _show(client, loads, as_json)
-        if not any(_is_ready(replica) for replica in loads):
-            fail("no replica is ready")
+            if watch is None:
+                _show_once(client, as_json)
+            elif as_json:
+                _print_forever(client, watch)
+            else:
+                _watch(client, watch)
+
+
+def _show_once(client: GraphpoolClient, as_json: bool) -> None:
+    from rich.console import Console
+
+    from cluster.cli.load_table import READY, pool_table
+
+    pool = client.status(timeout_s=CALL_TIMEOUT_S)
+    if as_json:
+        _print_json(pool)
+    else:
+        Console(highlight=False).print(pool_table(pool))
+    if not any(replica.state == READY for replica in pool.replicas):
+        fail("no replica is ready")
+
+
+def _print_forever(client: GraphpoolClient, period_s: float) -> None:
+    while True:
+        _print_json(client.status(timeout_s=CALL_TIMEOUT_S))
+        time.sleep(period_s)
+
+
+def _watch(client: GraphpoolClient, period_s: float) -> None:
+    from rich.live import Live
+
+    from cluster.cli.load_table import pool_table
+
+    with Live(pool_table(client.status(timeout_s=CALL_TIMEOUT_S)), auto_refresh=False) as live:
+        while True:
+            time.sleep(period_s)
+            live.update(pool_table(client.status(timeout_s=CALL_TIMEOUT_S)), refresh=True)
+
+
+def _print_json(pool: PoolStatus) -> None:
+    from cluster.cli.load_table import pool_values
+
+    typer.echo(json.dumps(pool_values(pool)))

@@ -1,0 +1,137 @@
+"""`graphpool chat`: one answer, or a conversation."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.cli import sampling
+from cluster.cli.options import DEFAULT_ADDRESS, Address, TimeoutS
+from cluster.cli.running import one_sentence_errors
+
+if TYPE_CHECKING:
+    from cluster.client import GraphpoolClient
+    from protos.control_pb2 import ModelInfo
+
+MODEL_TIMEOUT_S = 10.0
+HELP = "/new starts over, /quit ends (so does Ctrl-D); Ctrl-C ends an answer."
+
+
+def chat(
+    message: Annotated[
+        str | None, typer.Argument(help="Answer this and end; - reads it from stdin. Without it: a conversation.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
+    address: Address = DEFAULT_ADDRESS,
+    timeout_s: TimeoutS = None,
+    max_tokens: sampling.MaxTokens = None,
+    temperature: sampling.Temperature = None,
+    top_p: sampling.TopP = None,
+    top_k: sampling.TopK = None,
+    min_p: sampling.MinP = None,
+    seed: sampling.Seed = None,
+    stop: sampling.Stop = None,
+    stop_token_ids: sampling.StopTokenIds = None,
+    ignore_eos: sampling.IgnoreEos = False,
+    min_tokens: sampling.MinTokens = None,
+    presence_penalty: sampling.PresencePenalty = None,
+    frequency_penalty: sampling.FrequencyPenalty = None,
+    repetition_penalty: sampling.RepetitionPenalty = None,
+) -> None:
+    """Talk with the model: with a message, one answer; without, a conversation that remembers.
+
+    The answer shows as it is made.
+    """
+    options = sampling.sampling_values(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+    )
+    with one_sentence_errors():
+        from cluster.client import GraphpoolClient
+
+        with GraphpoolClient(address) as client:
+            conversation = Conversation(client, system, timeout_s, options)
+            if message is None:
+                _talk(conversation)
+            else:
+                conversation.say(sys.stdin.read() if message == "-" else message)
+
+
+class Conversation:
+    """Remembers what was said; an answer that was not finished is forgotten together with its question."""
+
+    def __init__(
+        self, client: GraphpoolClient, system: str | None, timeout_s: float | None, options: dict[str, Any]
+    ) -> None:
+        self._client = client
+        self._beginning = [] if system is None else [("system", system)]
+        self._timeout_s = timeout_s
+        self._options = options
+        self._messages = list(self._beginning)
+
+    def model(self) -> ModelInfo:
+        """What is talked with; also finds out early when nothing answers."""
+        return self._client.model_info(timeout_s=MODEL_TIMEOUT_S)
+
+    def begin_again(self) -> None:
+        """Forget all but the system message."""
+        self._messages = list(self._beginning)
+
+    def say(self, text: str) -> None:
+        """Send a message and show the answer as it comes."""
+        from cluster.cli.terminal import write
+
+        messages = [*self._messages, ("user", text)]
+        parts: list[str] = []
+        try:
+            with self._client.chat_stream(messages, timeout_s=self._timeout_s, **self._options) as answer:
+                for piece in answer:
+                    parts.append(piece.text)
+                    write(piece.text)
+        finally:
+            if parts:
+                write("\n")
+        self._messages = [*messages, ("assistant", "".join(parts))]
+
+
+def _talk(conversation: Conversation) -> None:
+    from cluster.client import CallError
+
+    info = conversation.model()
+    typer.secho(f"{info.name} on {info.device}. {HELP}", err=True, dim=True)
+    while (text := _ask()) is not None:
+        if text == "/new":
+            conversation.begin_again()
+        elif text == "/quit":
+            return
+        elif text:
+            try:
+                conversation.say(text)
+            except KeyboardInterrupt:
+                typer.secho("(ended)", err=True, dim=True)
+            except CallError as error:
+                from cluster.cli.running import sentence
+
+                typer.secho(sentence(error), err=True, fg=typer.colors.RED)
+
+
+def _ask() -> str | None:
+    """A line from the person; None at the end of input, or when Ctrl-C is pressed on an empty prompt."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        typer.echo(err=True)
+        return None

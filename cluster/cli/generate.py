@@ -1,0 +1,94 @@
+"""`graphpool generate`: continue a text or token ids."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli import sampling
+from cluster.cli.options import DEFAULT_ADDRESS, Address, TimeoutS, integers
+from cluster.cli.running import one_sentence_errors
+
+if TYPE_CHECKING:
+    from cluster.client import AnswerStream
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from stdin.")] = None,
+    token_ids: Annotated[
+        str | None, typer.Option(metavar="ID,...", help="Token ids to continue instead of a text.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object at the end: text, token ids, usage, timings, execution.")
+    ] = False,
+    address: Address = DEFAULT_ADDRESS,
+    timeout_s: TimeoutS = None,
+    max_tokens: sampling.MaxTokens = None,
+    temperature: sampling.Temperature = None,
+    top_p: sampling.TopP = None,
+    top_k: sampling.TopK = None,
+    min_p: sampling.MinP = None,
+    seed: sampling.Seed = None,
+    stop: sampling.Stop = None,
+    stop_token_ids: sampling.StopTokenIds = None,
+    ignore_eos: sampling.IgnoreEos = False,
+    min_tokens: sampling.MinTokens = None,
+    presence_penalty: sampling.PresencePenalty = None,
+    frequency_penalty: sampling.FrequencyPenalty = None,
+    repetition_penalty: sampling.RepetitionPenalty = None,
+) -> None:
+    """Continue a prompt; the answer shows as it is made. With --token-ids, token ids show instead of text.
+
+    The text is never parsed for control tokens, and no chat template is applied: see `chat` for that.
+    """
+    if (prompt is None) == (token_ids is None):
+        raise typer.BadParameter("give either a text or --token-ids")
+    options = sampling.sampling_values(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+    )
+    source = integers(token_ids) if token_ids is not None else sys.stdin.read() if prompt == "-" else prompt or ""
+    with one_sentence_errors():
+        from cluster.client import GraphpoolClient
+
+        with (
+            GraphpoolClient(address) as client,
+            client.stream(source, timeout_s=timeout_s, **options) as answer,
+        ):
+            if as_json:
+                _print_json(answer)
+            else:
+                _print_pieces(answer, as_ids=token_ids is not None)
+
+
+def _print_pieces(answer: AnswerStream, *, as_ids: bool) -> None:
+    from cluster.cli.terminal import write
+
+    separator = ""
+    for piece in answer:
+        if not as_ids:
+            write(piece.text)
+        elif piece.token_ids:
+            write(separator + ",".join(map(str, piece.token_ids)))
+            separator = ","
+    write("\n")
+
+
+def _print_json(answer: AnswerStream) -> None:
+    from cluster.cli.answer_values import answer_values
+
+    typer.echo(json.dumps(answer_values(list(answer)), ensure_ascii=False))

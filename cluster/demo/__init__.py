@@ -1,0 +1,1 @@
+"""`make demo`: a pool that streams, loses a replica, heals, and goes without leaving anything behind."""
