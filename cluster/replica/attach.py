@@ -27,12 +27,12 @@ class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):
         self._backend = backend
         self._config = config
         self._hello = hello
-        self._num_sessions = 0
+        self._sessions: set[AttachSession] = set()
 
-    @property
-    def num_sessions(self) -> int:
-        """Routers attached now."""
-        return self._num_sessions
+    def hang_up(self) -> None:
+        """End every session once it has sent what there is."""
+        for session in self._sessions:
+            session.hang_up()
 
     async def Attach(  # type: ignore[override]  # noqa: D102, N802  # the contract is in the .proto
         self,
@@ -40,9 +40,9 @@ class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):
         context: Context,
     ) -> None:
         session = AttachSession(self._backend, self._config, self._hello())
-        self._num_sessions += 1
+        self._sessions.add(session)
         try:
             async with status.on_error(context):
                 await session.run(context)
         finally:
-            self._num_sessions -= 1
+            self._sessions.discard(session)

@@ -138,6 +138,7 @@ class ReplicaServer:
         self._lifecycle.advance(State.STOPPED)
         self._backend.fail_all(Draining())
         await self._backend.wait_idle(STOP_GRACE_S)
+        self._attach.hang_up()
         await self._announcer.stop()
         await self._health.stop()
         for task in self._tasks:

@@ -42,7 +42,7 @@ class AttachSession:
         self._refused: list[replica_pb2.StreamEvent] = []
         self._wake = asyncio.Event()
         self._is_load_due = self._is_state_due = True
-        self._is_flush_due = False
+        self._is_flush_due = self._is_ending = False
         self._flush_timer: asyncio.TimerHandle | None = None
         self._writing_since_s: float | None = None
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -61,6 +61,11 @@ class AttachSession:
             await asyncio.gather(*tasks, return_exceptions=True)
         if self._over.done():
             self._over.result()
+
+    def hang_up(self) -> None:
+        """Send what there is and end."""
+        self._is_ending = True
+        self._wake.set()
 
     def touch(self, live: LiveRequest) -> None:
         """See Outbox."""
@@ -101,6 +106,8 @@ class AttachSession:
             self._writing_since_s = None
             for live in ended:
                 self._backend.close(live)
+            if self._is_ending and not self._dirty and not self._wake.is_set():
+                return
 
     async def _tick(self) -> None:
         """Reports the load, and gives a router up that lets too much wait for too long."""
