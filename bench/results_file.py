@@ -52,7 +52,7 @@ class Results:
         document = {
             "bench": self.bench,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": "python " + " ".join([Path(sys.argv[0]).as_posix().split("graphpool/")[-1], *sys.argv[1:]]),
+            "command": " ".join(["python -m bench." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
             "hardware": self.hardware,
             "versions": versions(),
             "correctness": self.correctness,
@@ -78,5 +78,7 @@ def cpu_name() -> str:
     """Processor model and number of cores this process may use."""
     import os
 
-    names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
     return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"

@@ -17,6 +17,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))
         self._owned = bytearray(num_blocks)
+        self._num_reserved = 0
 
     @property
     def num_free(self) -> int:
@@ -26,7 +27,15 @@ class BlockPool:
     @property
     def num_usable(self) -> int:
         """Blocks that sequences can ever own."""
-        return self.num_blocks - 1
+        return self.num_blocks - 1 - self._num_reserved
+
+    def reserve(self, count: int) -> list[int]:
+        """Take `count` blocks out of the pool for good. Raises ValueError when there are fewer."""
+        blocks = self.allocate(count)
+        if blocks is None:
+            raise ValueError(f"{count} blocks cannot be reserved of {self.num_free} that are free")
+        self._num_reserved += count
+        return blocks
 
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` blocks, or None and nothing changed when there are fewer."""

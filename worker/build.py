@@ -17,7 +17,8 @@ from worker.engine_thread import EngineThread
 from worker.kv_cache import KVCache, block_bytes
 from worker.load import EngineInfo
 from worker.model.load import LoadedModel, load_model
-from worker.model.source import ModelFiles, resolve_model
+from worker.model.files import ModelFiles
+from worker.model.source import resolve_model
 from worker.runner import EagerRunner
 from worker.scheduler import Scheduler
 from worker.service import EventSink

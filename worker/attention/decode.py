@@ -58,7 +58,7 @@ class PagedDecodeAttention:
 
     def _mask(self, sliding_window: int | None) -> torch.Tensor:
         """[rows, 1, 1, width] bool, made once a step."""
-        if sliding_window not in self._masks:
+        if sliding_window is not None and sliding_window not in self._masks:
             near = self.places >= self.context_lens - sliding_window
             self._masks[sliding_window] = self._masks[None] & near[:, None, None, :]
         return self._masks[sliding_window]
