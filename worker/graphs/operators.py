@@ -91,6 +91,24 @@ def is_random(func: OpOverload, arguments: Mapping[str, Any]) -> bool:
     return not (func._schema.name == "aten::native_dropout" and arguments.get("p") == 0)
 
 
+def is_default_generator(generator: torch.Generator) -> bool:
+    """Whether it is the generator that operators use when none is named."""
+    defaults = (torch.default_generator, *torch.cuda.default_generators)
+    return any(is_same_generator(generator, default) for default in defaults)
+
+
+def is_same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two Python objects stand for one generator; operators see an object of their own.
+
+    Two generators of one device in exactly the same state count as one.
+    """
+    if one is other:
+        return True
+    if one.device != other.device or one.initial_seed() != other.initial_seed():
+        return False
+    return torch.equal(one.get_state(), other.get_state())
+
+
 def _is_masked_fill(name: str, arguments: Mapping[str, Any]) -> bool:
     """Assigning one host scalar through a mask is a masked fill, which needs no wait."""
     values = arguments.get("values")

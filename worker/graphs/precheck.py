@@ -133,8 +133,8 @@ class _Operators(OperatorMode):
 
     def _is_registered(self, generator: torch.Generator | None) -> bool:
         if generator is not None:
-            return any(generator is known for known in self._generators)
-        return any(is_default_generator(known) for known in self._generators)
+            return any(operators.is_same_generator(generator, known) for known in self._generators)
+        return any(operators.is_default_generator(known) for known in self._generators)
 
 
 class _Calls(TorchFunctionMode):
@@ -194,11 +194,6 @@ def named_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 def _is_tensor(args: tuple[Any, ...]) -> bool:
     return bool(args) and isinstance(args[0], Tensor)
-
-
-def is_default_generator(generator: torch.Generator) -> bool:
-    """Whether it is the generator that operators use when none is named."""
-    return generator is torch.default_generator or any(generator is known for known in torch.cuda.default_generators)
 
 
 def _reporting_syncs(findings: list[CaptureError], key: str) -> Callable[[SyncCall], None]:

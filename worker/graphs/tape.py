@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from worker.graphs import operators
 from worker.graphs.operator_mode import OperatorMode
-from worker.graphs.precheck import is_default_generator, named_call
+from worker.graphs.precheck import named_call
 from worker.graphs.region import storage_of
 
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
@@ -122,7 +122,8 @@ class _Recorder(OperatorMode):
             raise RuntimeError(f"{NOT_PERMITTED} ({func} allocates)")
         if operators.is_random(func, arguments):
             generator = arguments.get("generator")
-            if generator is not None and not is_default_generator(generator) and generator not in self._generators:
+            known = (torch.default_generator, *self._generators)
+            if generator is not None and not any(operators.is_same_generator(generator, each) for each in known):
                 raise RuntimeError(NOT_REGISTERED)
 
     def _save_before_write(self, func: OpOverload, arguments: dict[str, Any]) -> None:
