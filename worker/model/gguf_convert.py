@@ -19,7 +19,7 @@ import torch
 from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
 
-from worker.errors import ModelLoadError, UnsupportedModel
+from worker.errors import UnsupportedModel
 from worker.model.gguf_config import config_from_gguf, special_tokens_from_gguf
 from worker.model.gguf_tokenizer import check_tokenizer, write_tokenizer
 from worker.model.progress import Progress
@@ -157,7 +157,7 @@ def main() -> int:
     except UnsupportedModel as error:
         _report(error="unsupported", message=str(error))
         return 1
-    except (ModelLoadError, OSError, ValueError, KeyError, IndexError) as error:
+    except Exception as error:  # noqa: BLE001 - this process has one task, and its parent shows what became of it
         _report(error="failed", message=f"{source.name} could not be converted: {error}")
         return 1
     return 0

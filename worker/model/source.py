@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,6 +13,8 @@ from worker.model.embedded import EMBEDDED_MODEL, embedded_model
 from worker.model.files import CONFIG, ModelFiles, files_in, read_json, refuse_own_code
 from worker.model.gguf import converted_gguf
 from worker.model.progress import Progress, silent
+
+__all__ = ["LoadFormat", "ModelFiles", "resolve_model"]
 
 LoadFormat = Literal["auto", "dummy"]
 """auto: the checkpoint's weights. dummy: random weights of the config's shapes; no weights are looked for."""
@@ -34,7 +37,9 @@ def resolve_model(
     weights = load_format != "dummy"
     models = ConvertedModels(cache_dir=cache_dir or default_cache_dir())
     progress = progress or silent
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises for users that are not there
+    if not name:
+        raise ModelLoadError("there is no model without a name")
     if name == EMBEDDED_MODEL:
         return files_in(name, embedded_model(models, progress), weights=weights)
     if path.is_dir():

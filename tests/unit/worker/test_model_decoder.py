@@ -107,7 +107,7 @@ def test_projections_that_share_an_input_are_one_matrix(tmp_path: Path) -> None:
                 matmuls.append(func.name())
             return func(*args, **(kwargs or {}))
 
-    with torch.no_grad(), Count():
+    with torch.no_grad(), Count():  # type: ignore[no-untyped-call]
         decoder(torch.tensor([1]), torch.tensor([0]), DenseAttend(2))
 
     assert len(matmuls) == 4 * decoder.config.num_layers

@@ -42,7 +42,8 @@ def logits(decoder: Decoder) -> torch.Tensor:
 
 @torch.inference_mode()
 def reference_logits(model: Any) -> torch.Tensor:
-    return model(input_ids=torch.arange(20)[None]).logits[0]
+    logits: torch.Tensor = model(input_ids=torch.arange(20)[None]).logits
+    return logits[0]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -160,7 +161,7 @@ def test_a_sharded_checkpoint_gives_the_same_weights(tmp_path: Path) -> None:
     whole = load(tmp_path)
     tensors = sorted(load_file(tmp_path / "model.safetensors").items())
     (tmp_path / "model.safetensors").unlink()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in range(3):
         name = f"model-{number}.safetensors"
         save_file(dict(tensors[number::3]), tmp_path / name)
@@ -178,7 +179,8 @@ def test_weights_are_converted_to_the_dtype_asked_for(tmp_path: Path) -> None:
 
     exact, narrow = load(tmp_path), load(tmp_path, dtype=torch.bfloat16)
 
-    assert torch.equal(narrow.layers[0].qkv_weight, exact.layers[0].qkv_weight.bfloat16())  # type: ignore[union-attr,operator]
+    for left, right in zip(narrow.parameters(), exact.parameters(), strict=True):
+        assert torch.equal(left, right.bfloat16())
 
 
 def test_progress_ends_at_the_number_of_bytes_it_announced(tmp_path: Path) -> None:
