@@ -163,8 +163,13 @@ class ReplicaServer:
             offer_reflection(server, self._config.listen, services)
 
     async def _watch_engine(self) -> None:
+        period_s = self._config.load_period_s
         while True:
-            await asyncio.sleep(self._config.load_period_s)
+            started_s = time.monotonic()
+            await asyncio.sleep(period_s)
+            # After the whole process was held up, the engine needs a moment too before its silence means anything.
+            if time.monotonic() - started_s > 2 * period_s:
+                continue
             try:
                 self._engine.check()
             except WorkerError as error:

@@ -39,11 +39,13 @@ class Pool:
         policy: Policy,
         *,
         server_info: Callable[[], control_pb2.ServerInfo],
+        on_change: Callable[[], None],
     ) -> None:
         self._config = config
         self._membership = membership
         self._policy = policy
         self._server_info = server_info
+        self._on_change = on_change
         self._answering: dict[str, Answering] = {}
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -64,6 +66,7 @@ class Pool:
         """Some replica became ready or ceased to be: those who wait for one look again."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self._on_change()
 
     async def wait_changed(self) -> None:
         """Return after the next change."""

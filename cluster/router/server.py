@@ -41,7 +41,13 @@ class RouterServer:
         """Tells routers apart for replicas and in ControlService."""
         self._health = Health()
         self._membership = Membership(config, self._create_link)
-        self._pool = Pool(config, self._membership, policy or LeastOutstandingTokens(), server_info=self._server_info)
+        self._pool = Pool(
+            config,
+            self._membership,
+            policy or LeastOutstandingTokens(),
+            server_info=self._server_info,
+            on_change=self._readiness_changed,
+        )
         self._generation = GenerationServicer(self._pool, max_streams=config.max_streams)
         self._server: grpc.aio.Server | None = None
         self._address = ""
@@ -108,15 +114,14 @@ class RouterServer:
             self._config,
             router=self.name,
             probe=self._probe,
-            on_change=self._links_changed,
+            on_change=self._pool.links_changed,
             incarnation=incarnation,
         )
 
     async def _probe(self, link: Link) -> None:
         await run_canary(link, timeout_s=self._config.canary_timeout_s)
 
-    def _links_changed(self) -> None:
-        self._pool.links_changed()
+    def _readiness_changed(self) -> None:
         self._health.set_serving(self._pool.has_ready)
 
     def _server_info(self) -> control_pb2.ServerInfo:

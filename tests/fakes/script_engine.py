@@ -57,6 +57,10 @@ class ScriptKnobs:
     """The engine dies once it has run so many steps."""
     is_hanging: bool = False
     """Steps do not end."""
+    hang_after_steps: int | None = None
+    """The same, from that step on."""
+    stall_s: float = 0.5
+    """A step that takes longer than this counts as stalled."""
     fail_on_prompt: tuple[int, ...] | None = None
     """A request of exactly this prompt ends with NumericalError after its second token."""
     has_tokenizer: bool = True
@@ -148,10 +152,10 @@ class ScriptEngine:
         )
 
     def check(self) -> None:
-        if self._death is not None:
+        if self._death is not None or self._is_stopping:
             raise EngineDead("the script is over")
         since_s = self._busy_since_s
-        if since_s is not None and time.monotonic() - since_s > max(0.5, 4 * self.knobs.step_s):
+        if since_s is not None and time.monotonic() - since_s > max(self.knobs.stall_s, 4 * self.knobs.step_s):
             raise EngineStalled("the step does not end")
 
     def drain(self) -> None:
@@ -163,6 +167,11 @@ class ScriptEngine:
             self._lock.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
+
+    @property
+    def _is_hanging(self) -> bool:
+        limit = self.knobs.hang_after_steps
+        return self.knobs.is_hanging or (limit is not None and self._steps >= limit)
 
     def _run(self) -> None:
         try:
@@ -185,7 +194,7 @@ class ScriptEngine:
 
     def _step(self) -> None:
         self._busy_since_s = time.monotonic()
-        while self.knobs.is_hanging and not self._is_stopping:
+        while self._is_hanging and not self._is_stopping:
             time.sleep(0.01)
         if self.knobs.step_s:
             time.sleep(self.knobs.step_s)

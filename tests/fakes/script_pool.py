@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cluster.client import AsyncGraphpoolClient
 from cluster.config import ClientConfig, ReplicaConfig, RouterConfig
 from cluster.replica.events import EventFanout
 from cluster.replica.server import ReplicaServer
 from cluster.router.server import RouterServer
+from protos import control_pb2
+from tests.fakes.replica_process import ReplicaProcess, spawn_replica
 from tests.fakes.script_engine import ScriptEngine, ScriptKnobs, ScriptText
+from tests.fakes.waiting import until
 from worker.errors import WorkerError
 
 FAST = RouterConfig(
@@ -40,6 +43,24 @@ class ScriptPool:
     router: RouterServer
     replicas: list[ScriptReplica]
     client: AsyncGraphpoolClient
+    processes: list[ReplicaProcess] = field(default_factory=list)
+
+    @property
+    def states(self) -> dict[str, int]:
+        """Of every replica the router knows, by name."""
+        return {load.replica: load.state for load in self.router.pool.loads()}
+
+    @property
+    def num_ready(self) -> int:
+        return list(self.states.values()).count(control_pb2.REPLICA_STATE_READY)
+
+    async def spawn(self, name: str, **knobs: object) -> ReplicaProcess:
+        """One more replica, as a process of its own that ends with the pool; returns when it is ready."""
+        before = self.num_ready
+        process = await spawn_replica({"routers": [self.router.address], "name": name}, knobs)
+        self.processes.append(process)
+        await until(lambda: self.num_ready == before + 1, 15)
+        return process
 
 
 async def start_replica(
@@ -69,15 +90,18 @@ async def script_pool(
     await server.start()
     replicas: list[ScriptReplica] = []
     client = AsyncGraphpoolClient(server.address, ONE_TRY)
+    pool = ScriptPool(server, replicas, client)
     try:
         for _ in range(num_replicas):
             config = replace(replica or ReplicaConfig(), routers=(server.address,))
             replicas.append(await start_replica(config, replace(knobs or ScriptKnobs())))
         if num_replicas:
             await server.wait_ready(num_replicas, timeout_s=10)
-        yield ScriptPool(server, replicas, client)
+        yield pool
     finally:
         await client.close()
+        for process in pool.processes:
+            await process.kill()
         for one in replicas:
             await one.stop()
         await server.stop()
