@@ -41,14 +41,14 @@ def build() -> tuple[Any, Any, list[list[int]]]:
 
     from worker.build import create_engine
     from worker.config import WorkerConfig
-    from worker.model.load import load_model
+    from worker.load_causal_lm import load_causal_lm
     from worker.model.source import resolve_model
     from worker.text.processor import TextProcessor
 
     config = WorkerConfig(model=MODEL, device="cpu")
     files = resolve_model(MODEL)
     text = TextProcessor.from_files(files)
-    model = load_model(files, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_causal_lm(config, files, device=torch.device("cpu"), dtype=torch.float32)
     peer = AutoModelForCausalLM.from_pretrained(files.directory, dtype=torch.float32).eval()
     return create_engine(config, files, model, text), peer, [text.encode(prompt) for prompt in PROMPTS]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from worker.model.decoder import Decoder
@@ -32,6 +33,7 @@ class ModelShape:
     """What memory and limits depend on."""
 
     num_layers: int
+    hidden_size: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -44,6 +46,10 @@ class CausalLM(Protocol):
     @property
     def shape(self) -> ModelShape:
         """The sizes of its KV cache and its limits."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Holds the weights."""
 
     def compute(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: StepAttention, rows: torch.Tensor | None
@@ -59,9 +65,11 @@ class NativeCausalLM:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+        self.module: nn.Module = decoder
         config = decoder.config
         self.shape = ModelShape(
             num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,

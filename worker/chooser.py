@@ -54,6 +54,16 @@ class TokenChooser:
         return sample(logits.masked_fill(~is_finite[:, None], 0.0), rows)
 
 
+def needs_logits(segments: Sequence[Segment]) -> bool:
+    """Whether anything but the likeliest token of the bare logits is asked for by one of `segments`."""
+    return any(
+        not segment.sequence.request.sampling.is_greedy
+        or segment.sequence.request.sampling.logprobs is not None
+        or needs_constraints(segment.sequence)
+        for segment in segments
+    )
+
+
 def _logprob(logits: torch.Tensor, segment: Segment, token_id: int) -> Logprob | None:
     """Of the model's own distribution, before temperature and constraints."""
     count = segment.sequence.request.sampling.logprobs

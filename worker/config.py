@@ -10,6 +10,21 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Graphs = Literal["auto", "off", "fake"]
+Capture = Literal["background", "startup"]
+ModelImpl = Literal["auto", "native", "transformers"]
+
+_CHOICES = {
+    "load_format": LoadFormat,
+    "device": Device,
+    "dtype": Dtype,
+    "graphs": Graphs,
+    "capture": Capture,
+    "model_impl": ModelImpl,
+}
+_POSITIVE = (
+    *("max_model_len", "max_batch", "block_size", "kv_cache_bytes", "prefill_chunk"),
+    *("max_waiting", "cpu_threads", "max_graph_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +53,20 @@ class WorkerConfig:
     """Size of the KV pool; None = what `gpu_memory_fraction` leaves on CUDA, 512 MiB or one longest sequence on the CPU."""
     gpu_memory_fraction: float = 0.85
     """Part of the GPU's memory that weights, KV pool and graphs may take."""
-    prefill_chunk: int = 512
-    """Prompt tokens computed in one step at most; longer prompts are cut into chunks."""
+    prefill_chunk: int | None = None
+    """Prompt tokens computed in one step at most; longer prompts are cut into chunks; None = 1024 on CUDA, 512 on the CPU."""
     max_waiting: int = 1024
     """Sequences that may queue; more are refused."""
     graphs: Graphs = "auto"
     """"auto" captures CUDA graphs on CUDA; "off" runs eagerly; "fake" runs the graph path without a GPU."""
+    capture: Capture = "background"
+    """"background" serves eagerly at once and captures between steps; "startup" captures everything before serving."""
+    use_graph_pool: bool = True
+    """One pool of graph memory for all graphs; off = a private pool for each."""
+    max_graph_bytes: int | None = None
+    """Cap on the memory of all graphs; what would go over it runs eagerly."""
+    model_impl: ModelImpl = "auto"
+    """"native" is the built-in decoder, "transformers" the generic path; "auto" prefers native."""
     cpu_threads: int | None = None
     """Threads of one CPU operation; None = torch's choice."""
     seed: int = 0
@@ -52,24 +75,16 @@ class WorkerConfig:
     """Where converted models are kept; None = the user's cache folder."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("load_format", LoadFormat), ("device", Device), ("dtype", Dtype), ("graphs", Graphs)):
+        for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
-        for name in (
-            "max_model_len",
-            "max_batch",
-            "block_size",
-            "kv_cache_bytes",
-            "prefill_chunk",
-            "max_waiting",
-            "cpu_threads",
-        ):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, must be in (0, 1]")
-        if self.prefill_chunk % self.block_size:
+        if self.prefill_chunk is not None and self.prefill_chunk % self.block_size:
             raise ValueError(
                 f"prefill_chunk is {self.prefill_chunk}, must be a multiple of block_size, {self.block_size}"
             )

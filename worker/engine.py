@@ -103,6 +103,10 @@ class Engine:
         events, batch = self.plan()
         return events if batch is None else events + self.execute(batch)
 
+    def prepare_next(self) -> bool:
+        """Do one piece of the runner's preparation, such as capturing a graph; False when it is all done."""
+        return self.runner.prepare_next()
+
     def load(self) -> LoadSnapshot:
         """What the engine holds right now."""
         now_s, scheduler = self._clock(), self.scheduler
@@ -113,6 +117,7 @@ class Engine:
             tiers=scheduler.tier_loads(),
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.num_usable,
+            readiness=self.runner.readiness,
             queue_age_s=now_s - min((sequence.arrival_s for sequence in scheduler.waiting), default=now_s),
         )
 

@@ -10,7 +10,10 @@ import torch
 from worker.batch import Batch, Segment
 from worker.block_pool import PADDING_BLOCK
 from worker.rng import uniforms
-from worker.staging import Staging
+from worker.staging import HostArrays, Staging
+
+ROW_PADDING = {"token_ids": 0, "positions": 0, "slots": PADDING_BLOCK, "context_lens": 1}
+"""An inert decode row: one token of context, in the padding block."""
 
 
 class DecodeInputs:
@@ -19,49 +22,61 @@ class DecodeInputs:
     def __init__(self, *, max_batch: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         row = ((max_batch,), torch.int64)
-        self.staging = Staging(
-            {
-                "token_ids": row,
-                "positions": row,
-                "slots": row,
-                "context_lens": row,
-                "block_tables": ((max_batch, max_blocks), torch.int32),
-            },
-            device,
-        )
-        self._pad(slice(0, max_batch))
+        tables = ((max_batch, max_blocks), torch.int32)
+        self.staging = Staging(dict.fromkeys(ROW_PADDING, row) | {"block_tables": tables}, device)
+        self.make_inert()
 
-    def fill(self, batch: Batch) -> None:
-        """Write the rows of `batch`, reset the rows up to its bucket, and upload."""
-        host = self.staging.host
+    def make_inert(self) -> None:
+        """Make every row a padding row: a step over them touches nothing that is a sequence's."""
+        pad_rows(self.staging.writable(), slice(None))
+        self.staging.upload()
+
+    def fill(self, batch: Batch, bucket: int) -> None:
+        """Write the rows of `batch`, reset the rows from there up to `bucket`, and upload."""
+        host = self.staging.writable()
         for row, segment in enumerate(batch.segments):
             position, table = segment.start, segment.sequence.block_table
             host["token_ids"][row] = segment.sequence.token_ids[position]
             host["positions"][row] = position
-            host["slots"][row] = slot(segment, position, self.block_size)
+            host["slots"][row] = table[position // self.block_size] * self.block_size + position % self.block_size
             host["context_lens"][row] = position + 1
             host["block_tables"][row, : len(table)] = table
             host["block_tables"][row, len(table) :] = PADDING_BLOCK
-        self._pad(slice(len(batch.segments), batch.bucket))
+        pad_rows(host, slice(len(batch.segments), bucket))
         self.staging.upload()
 
-    def _pad(self, rows: slice) -> None:
-        for name, value in (("token_ids", 0), ("positions", 0), ("slots", 0), ("context_lens", 1)):
-            self.staging.host[name][rows] = value
-        self.staging.host["block_tables"][rows] = PADDING_BLOCK
+
+def pad_rows(host: HostArrays, rows: slice) -> None:
+    """Make decode rows inert."""
+    for name, value in ROW_PADDING.items():
+        host[name][rows] = value
+    host["block_tables"][rows] = PADDING_BLOCK
 
 
 class PrefillInputs:
-    """A flat run of tokens, segment after segment, and where in it the sampled rows are."""
+    """A flat run of tokens, segment after segment. What only a single sequence has is written for the first segment.
 
-    def __init__(self, *, max_tokens: int, block_size: int, device: torch.device) -> None:
+    `block_table` [max_blocks], `context_len` [1] (with this chunk) and `last` [1] (its last token) serve the prefill of
+    one sequence in a fixed shape; padding tokens are token 0 at position 0 in the padding block.
+    """
+
+    def __init__(self, *, max_tokens: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
-        token = ((max_tokens,), torch.int64)
-        self.staging = Staging({"token_ids": token, "positions": token, "slots": token}, device)
+        token, one = ((max_tokens,), torch.int64), ((1,), torch.int64)
+        spec = {"token_ids": token, "positions": token, "slots": token, "context_len": one, "last": one}
+        self.staging = Staging(spec | {"block_table": ((max_blocks,), torch.int32)}, device)
+        self.make_inert()
 
-    def fill(self, batch: Batch) -> None:
-        """Write the tokens of `batch` and upload."""
-        host, first = self.staging.host, 0
+    def make_inert(self) -> None:
+        """Make every token a padding token: a step over them touches nothing that is a sequence's."""
+        host = self.staging.writable()
+        for name, array in host.items():
+            array[...] = 1 if name == "context_len" else 0
+        self.staging.upload()
+
+    def fill(self, batch: Batch, bucket: int) -> None:
+        """Write the tokens of `batch`, pad up to `bucket` tokens, and upload."""
+        host, first = self.staging.writable(), 0
         for segment in batch.segments:
             span = slice(first, first + segment.count)
             positions = np.arange(segment.start, segment.end)
@@ -70,6 +85,12 @@ class PrefillInputs:
             host["positions"][span] = positions
             host["slots"][span] = table[positions // self.block_size] * self.block_size + positions % self.block_size
             first += segment.count
+        for name in ("token_ids", "positions", "slots"):
+            host[name][first:bucket] = 0
+        only = batch.segments[0]
+        host["context_len"][0], host["last"][0] = only.end, only.count - 1
+        host["block_table"][: len(only.sequence.block_table)] = only.sequence.block_table
+        host["block_table"][len(only.sequence.block_table) :] = PADDING_BLOCK
         self.staging.upload()
 
 
@@ -84,7 +105,7 @@ class SamplingInputs:
 
     def fill(self, segments: Sequence[Segment], bucket: int) -> None:
         """Write one row for each of `segments`, neutral values up to `bucket`, and upload."""
-        host, count = self.staging.host, len(segments)
+        host, count = self.staging.writable(), len(segments)
         params = [segment.sequence.request.sampling for segment in segments]
         host["temperature"][:count] = [0.0 if p.is_greedy else p.temperature for p in params]
         host["top_p"][:count] = [p.top_p for p in params]
@@ -98,8 +119,3 @@ class SamplingInputs:
         for name, value in (("temperature", 0), ("top_p", 1), ("min_p", 0), ("top_k", 0), ("uniform", 0)):
             host[name][count:bucket] = value
         self.staging.upload()
-
-
-def slot(segment: Segment, position: int, block_size: int) -> int:
-    """Where in the KV pool `position` of the segment's sequence lives."""
-    return segment.sequence.block_table[position // block_size] * block_size + position % block_size

@@ -45,6 +45,7 @@ class StepMeter:
         free_blocks: int,
         total_blocks: int,
         queue_age_s: float,
+        readiness: GraphReadiness,
     ) -> LoadSnapshot:
         """The engine's numbers and these counters as one reading."""
         return LoadSnapshot(
@@ -58,7 +59,7 @@ class StepMeter:
             steps=self.steps,
             step_ms=1e3 * (self.decode_step_s or 0.0),
             tokens_per_s=0.0 if not (running and self._token_s) else 1 / self._token_s,
-            readiness=GraphReadiness.EAGER,
+            readiness=readiness,
             graph_replays=self.graph_replays,
             eager_steps=self.steps - self.graph_replays,
         )

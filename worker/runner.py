@@ -14,6 +14,7 @@ from worker.causal_lm import CausalLM
 from worker.chooser import StepOutput, TokenChooser
 from worker.inputs import DecodeInputs, PrefillInputs
 from worker.kv_cache import KVCache
+from worker.load import GraphReadiness
 from worker.tiers import TierTable
 
 
@@ -23,8 +24,15 @@ class Runner(Protocol):
     max_prefill_segments: int
     """Sequences that one prefill step may serve."""
 
+    @property
+    def readiness(self) -> GraphReadiness:
+        """How much of it replays graphs."""
+
     def run(self, batch: Batch) -> StepOutput:
         """Compute a step: write its keys and values, and choose the next tokens."""
+
+    def prepare_next(self) -> bool:
+        """Do one piece of what makes later steps faster; False when there is nothing left to do."""
 
 
 class EagerRunner:
@@ -46,12 +54,24 @@ class EagerRunner:
         self.model = model
         self.kv_cache = kv_cache
         self.tiers = tiers
+        max_blocks = tiers.num_blocks(tiers.longest)
         self.decode_inputs = DecodeInputs(
-            max_batch=max_batch, max_blocks=tiers.num_blocks(tiers.longest), block_size=block_size, device=device
+            max_batch=max_batch, max_blocks=max_blocks, block_size=block_size, device=device
         )
-        self.prefill_inputs = PrefillInputs(max_tokens=prefill_chunk, block_size=block_size, device=device)
+        self.prefill_inputs = PrefillInputs(
+            max_tokens=prefill_chunk, max_blocks=max_blocks, block_size=block_size, device=device
+        )
         max_rows = max(max_batch, self.max_prefill_segments)
         self.chooser = TokenChooser(max_rows=max_rows, eos_token_ids=eos_token_ids, device=device)
+
+    @property
+    def readiness(self) -> GraphReadiness:
+        """See Runner."""
+        return GraphReadiness.EAGER
+
+    def prepare_next(self) -> bool:
+        """See Runner: there is nothing to prepare."""
+        return False
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
@@ -64,7 +84,7 @@ class EagerRunner:
 
     def _decode(self, batch: Batch) -> torch.Tensor:
         """Logits [bucket, vocab]; rows past the batch are padding."""
-        self.decode_inputs.fill(batch)
+        self.decode_inputs.fill(batch, batch.bucket)
         inputs, rows = self.decode_inputs.staging.device, slice(0, batch.bucket)
         # No wider than the longest row: a tier's full width is only needed where shapes are frozen.
         width = self.tiers.num_blocks(max(segment.end for segment in batch.segments))
@@ -78,7 +98,7 @@ class EagerRunner:
 
     def _prefill(self, batch: Batch) -> torch.Tensor:
         """Logits of the tokens that sample: [sampling segments, vocab]."""
-        self.prefill_inputs.fill(batch)
+        self.prefill_inputs.fill(batch, batch.num_tokens)
         inputs, tokens = self.prefill_inputs.staging.device, slice(0, batch.num_tokens)
         segments = self._prefill_segments(batch)
         attention = PagedPrefillAttention(self.kv_cache, slots=inputs["slots"][tokens], segments=segments)

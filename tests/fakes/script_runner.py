@@ -11,7 +11,7 @@ from worker.block_pool import BlockPool
 from worker.chooser import StepOutput
 from worker.engine import Engine, EngineParts
 from worker.kv_cache import KVCache
-from worker.load import EngineInfo
+from worker.load import EngineInfo, GraphReadiness
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.tiers import BucketTable, TierTable, default_buckets, default_tiers
@@ -38,6 +38,13 @@ class ScriptRunner:
         self.batches: list[Batch] = []
         self.bad_rows: set[str] = set()
         self.error: Exception | None = None
+
+    @property
+    def readiness(self) -> GraphReadiness:
+        return GraphReadiness.EAGER
+
+    def prepare_next(self) -> bool:
+        return False
 
     def run(self, batch: Batch) -> StepOutput:
         if self.error is not None:

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from worker.build import create_engine
+from worker.causal_lm import NativeCausalLM
 from worker.config import WorkerConfig
 from worker.engine import Engine
+from worker.load_causal_lm import ServedModel
 from worker.model.architecture import DecoderConfig
 from worker.model.decoder import Decoder
 from worker.model.files import ModelFiles
-from worker.model.load import LoadedModel, randomise
+from worker.model.load import randomise
 
 VOCAB = 211
 EOS = 3
@@ -34,7 +36,7 @@ def tiny_config(**changes: object) -> DecoderConfig:
     return DecoderConfig(**(values | changes))  # type: ignore[arg-type]
 
 
-def tiny_model(seed: int = 0, **changes: object) -> LoadedModel:
+def tiny_model(seed: int = 0, **changes: object) -> ServedModel:
     """Weights ten times the usual spread, so that the tokens of an answer differ from each other."""
     config = tiny_config(**changes)
     decoder = Decoder(config, dtype=torch.float32, device=torch.device("cpu")).eval()
@@ -42,10 +44,10 @@ def tiny_model(seed: int = 0, **changes: object) -> LoadedModel:
     for name, parameter in decoder.named_parameters():
         if not name.endswith("norm"):
             parameter.mul_(10)
-    return LoadedModel(decoder=decoder, config=config, eos_token_ids=(EOS,), generation_defaults={})
+    return ServedModel(NativeCausalLM(decoder), (EOS,), {}, "native")
 
 
-def tiny_engine(model: LoadedModel, **changes: object) -> Engine:
+def tiny_engine(model: ServedModel, **changes: object) -> Engine:
     values: dict[str, object] = {"block_size": 4, "prefill_chunk": 16, "max_batch": 8, "kv_cache_bytes": 4 << 20}
     config = WorkerConfig(**(values | changes))  # type: ignore[arg-type]
     files = ModelFiles(name="tiny", directory=Path("/nonexistent"), config={"model_type": "llama"})

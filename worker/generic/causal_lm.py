@@ -22,12 +22,14 @@ class TransformersCausalLM:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.module: torch.nn.Module = model
         config = model.config.get_text_config(decoder=True)
         refuse_what_is_not_served(config)
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         self.shape = ModelShape(
             num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             head_dim=head_dim,
             vocab_size=config.vocab_size,

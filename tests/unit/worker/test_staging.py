@@ -25,8 +25,8 @@ def sequence(tokens: list[int], table: list[int], computed: int, **params: float
 def test_fields_keep_their_addresses_and_do_not_overlap() -> None:
     staging = Staging({"a": ((3,), torch.int64), "b": ((2, 5), torch.int32), "c": ((7,), torch.float32)}, CPU)
     addresses = {name: tensor.data_ptr() for name, tensor in staging.device.items()}
-    for value, name in enumerate(staging.host, start=1):
-        staging.host[name][...] = value
+    for value, name in enumerate(staging.writable(), start=1):
+        staging.writable()[name][...] = value
     staging.upload()
     assert {name: tensor.data_ptr() for name, tensor in staging.device.items()} == addresses
     assert [float(tensor.unique()) for tensor in staging.device.values()] == [1, 2, 3]
@@ -35,10 +35,10 @@ def test_fields_keep_their_addresses_and_do_not_overlap() -> None:
 
 def test_decode_rows_hold_the_last_token_and_padding_rows_are_inert_after_any_batch() -> None:
     inputs = DecodeInputs(max_batch=4, max_blocks=4, block_size=4, device=CPU)
-    for name in inputs.staging.host:
-        inputs.staging.host[name][...] = 77  # what a careless earlier step could have left
+    for name in inputs.staging.writable():
+        inputs.staging.writable()[name][...] = 77  # what a careless earlier step could have left
     first = sequence([5, 6, 7, 8, 9], [3, 1], computed=4)
-    inputs.fill(Batch("decode", (Segment(first, 4, 1),), 8, 2))
+    inputs.fill(Batch("decode", (Segment(first, 4, 1),), 8, 2), 2)
     device = {name: tensor[:2].tolist() for name, tensor in inputs.staging.device.items()}
     assert device == {
         "token_ids": [9, 0],
@@ -50,10 +50,11 @@ def test_decode_rows_hold_the_last_token_and_padding_rows_are_inert_after_any_ba
 
 
 def test_prefill_tokens_lie_segment_after_segment_in_their_own_blocks() -> None:
-    inputs = PrefillInputs(max_tokens=16, block_size=4, device=CPU)
+    inputs = PrefillInputs(max_tokens=16, max_blocks=4, block_size=4, device=CPU)
     a, b = sequence(list(range(10, 16)), [2, 5], computed=0), sequence(list(range(20, 29)), [1, 7, 3], computed=5)
-    inputs.fill(Batch("prefill", (Segment(a, 0, 6), Segment(b, 5, 4)), 16, 16))
+    inputs.fill(Batch("prefill", (Segment(a, 0, 6), Segment(b, 5, 4)), 16, 16), 12)
     device = {name: tensor[:10].tolist() for name, tensor in inputs.staging.device.items()}
+    assert inputs.staging.device["slots"][10:12].tolist() == [0, 0]
     assert device["token_ids"] == [10, 11, 12, 13, 14, 15, 25, 26, 27, 28]
     assert device["positions"] == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8]
     assert device["slots"] == [8, 9, 10, 11, 20, 21, 29, 30, 31, 12]

@@ -1,0 +1,108 @@
+"""Random but valid inputs for a self-check, with history in the KV pool, and padding that is inert or poisoned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.block_pool import PADDING_BLOCK
+from worker.graphs.key import GraphKey
+from worker.inputs import DecodeInputs, PrefillInputs, pad_rows
+from worker.kv_cache import KVCache
+
+
+class DecodeDraw:
+    """Rows of any length the tier allows; each writes to a slot of its own in the scratch blocks."""
+
+    def __init__(
+        self, inputs: DecodeInputs, kv_cache: KVCache, scratch_blocks: Sequence[int], key: GraphKey, vocab_size: int
+    ) -> None:
+        self.inputs = inputs
+        self.kv_cache = kv_cache
+        self.scratch_blocks = scratch_blocks
+        self.key = key
+        self.vocab_size = vocab_size
+
+    def __call__(self, generator: torch.Generator, poison: bool) -> int:
+        """See worker.graphs.region.DrawInputs."""
+        valid = self.key.bucket // 2 + 1
+        fill_history(self.kv_cache, self.scratch_blocks, generator, poison=poison)
+        host = self.inputs.staging.writable()
+        for row in range(valid):
+            self._draw_row(row, generator)
+        pad_rows(host, slice(valid, self.key.bucket))
+        if poison:
+            host["token_ids"][valid : self.key.bucket] = self.vocab_size - 1
+        self.inputs.staging.upload()
+        return valid
+
+    def _draw_row(self, row: int, generator: torch.Generator) -> None:
+        host, size = self.inputs.staging.writable(), self.inputs.block_size
+        own, offset = self.scratch_blocks[row // size], row % size
+        full_blocks = _below(max((self.key.tier - 1 - offset) // size, 0) + 1, generator)
+        position = min(full_blocks * size + offset, self.key.tier - 1)
+        others = [self.scratch_blocks[_below(len(self.scratch_blocks), generator)] for _ in range(full_blocks)]
+        host["token_ids"][row] = _below(self.vocab_size, generator)
+        host["positions"][row] = position
+        host["slots"][row] = own * size + offset
+        host["context_lens"][row] = position + 1
+        host["block_tables"][row, :full_blocks] = others
+        host["block_tables"][row, full_blocks] = own
+        host["block_tables"][row, full_blocks + 1 :] = PADDING_BLOCK
+
+
+class PrefillDraw:
+    """One sequence: a chunk that fills about three quarters of the bucket, after as much history as its variant has."""
+
+    def __init__(
+        self, inputs: PrefillInputs, kv_cache: KVCache, scratch_blocks: Sequence[int], key: GraphKey, vocab_size: int
+    ) -> None:
+        self.inputs = inputs
+        self.kv_cache = kv_cache
+        self.scratch_blocks = scratch_blocks
+        self.key = key
+        self.vocab_size = vocab_size
+
+    def __call__(self, generator: torch.Generator, poison: bool) -> int:
+        """See worker.graphs.region.DrawInputs. The one row of the output is valid."""
+        count, start = self._lengths(generator)
+        fill_history(self.kv_cache, self.scratch_blocks, generator, poison=poison)
+        host, size, bucket = self.inputs.staging.writable(), self.inputs.block_size, self.key.bucket
+        history = [self.scratch_blocks[_below(len(self.scratch_blocks), generator)] for _ in range(start // size)]
+        table = torch.tensor([*history, *self.scratch_blocks[: -(-count // size)]], dtype=torch.int64)
+        positions = torch.arange(start, start + count)
+        host["token_ids"][:bucket] = self.vocab_size - 1 if poison else 0
+        host["positions"][:bucket] = 0
+        host["slots"][:bucket] = 0
+        host["token_ids"][:count] = torch.randint(self.vocab_size, (count,), generator=generator).numpy()
+        host["positions"][:count] = positions.numpy()
+        host["slots"][:count] = (table[positions // size] * size + positions % size).numpy()
+        host["context_len"][0], host["last"][0] = start + count, count - 1
+        host["block_table"][...] = PADDING_BLOCK
+        host["block_table"][: len(table)] = table.numpy()
+        self.inputs.staging.upload()
+        return 1
+
+    def _lengths(self, generator: torch.Generator) -> tuple[int, int]:
+        """(tokens of the chunk, tokens before it)."""
+        count = max(3 * self.key.bucket // 4, 1)
+        if self.key.tier == 0:
+            return count, 0
+        count = min(count, self.key.tier)
+        return count, _below((self.key.tier - count) // self.inputs.block_size + 1, generator) * self.inputs.block_size
+
+
+def fill_history(kv_cache: KVCache, blocks: Sequence[int], generator: torch.Generator, *, poison: bool) -> None:
+    """Random keys and values in `blocks`, from the generator alone; zeros, or NaN, in the padding block."""
+    seed = _below(2**31, generator)
+    on_device = torch.Generator(kv_cache.storage.device).manual_seed(seed)
+    shape = (*kv_cache.storage.shape[:2], len(blocks), *kv_cache.storage.shape[3:])
+    index = torch.tensor(blocks, device=kv_cache.storage.device)
+    history = torch.randn(shape, generator=on_device, device=kv_cache.storage.device, dtype=kv_cache.storage.dtype)
+    kv_cache.storage.index_copy_(2, index, history)
+    kv_cache.storage[:, :, PADDING_BLOCK] = torch.nan if poison else 0.0
+
+
+def _below(limit: int, generator: torch.Generator) -> int:
+    return int(torch.randint(limit, (), generator=generator))

@@ -1,0 +1,121 @@
+"""The captured functions of a worker: decode, and prefill of one sequence, over static inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from worker.attention.decode import PagedDecodeAttention
+from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
+from worker.causal_lm import CausalLM, StepAttention
+from worker.graph_draws import DecodeDraw, PrefillDraw
+from worker.graphs.key import GraphKey
+from worker.graphs.region import CaptureRegion, module_tables
+from worker.inputs import DecodeInputs, PrefillInputs
+from worker.kv_cache import KVCache
+from worker.tiers import TierTable
+
+FRESH = "fresh"
+"""Prefill of a prompt from position 0, whole: no look at the pool."""
+CHUNK = "chunk"
+"""Prefill of a later part of a prompt."""
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+"""logits [rows, vocab] float32, and [2, rows] int64: greedy tokens, and 1 where a row is finite."""
+
+
+class GraphRegions:
+    """Makes the region of a key. Everything it reads has a fixed address: inputs, weights, KV pool."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: KVCache,
+        tiers: TierTable,
+        *,
+        decode_inputs: DecodeInputs,
+        prefill_inputs: PrefillInputs,
+        scratch_blocks: Sequence[int],
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.tiers = tiers
+        self.decode_inputs = decode_inputs
+        self.prefill_inputs = prefill_inputs
+        self.scratch_blocks = scratch_blocks
+        """Blocks that no sequence owns; self-checks read and write them."""
+
+    def __call__(self, key: GraphKey) -> CaptureRegion:
+        """The region of `key`."""
+        return self._decode(key) if key.phase == "decode" else self._prefill(key)
+
+    def _decode(self, key: GraphKey) -> CaptureRegion:
+        inputs = self._decode_views(key)
+
+        @torch.inference_mode()
+        def run() -> Outputs:
+            attend = PagedDecodeAttention(
+                self.kv_cache,
+                slots=inputs["slots"],
+                block_tables=inputs["block_tables"],
+                context_lens=inputs["context_lens"],
+            )
+            return with_greedy(self.model.compute(inputs["token_ids"], inputs["positions"], attend, None))
+
+        draw = DecodeDraw(self.decode_inputs, self.kv_cache, self.scratch_blocks, key, self.model.shape.vocab_size)
+        return self._region(run, inputs, draw)
+
+    def _prefill(self, key: GraphKey) -> CaptureRegion:
+        inputs = self._prefill_views(key)
+
+        @torch.inference_mode()
+        def run() -> Outputs:
+            attend = self._prefill_attention(key, inputs)
+            logits = self.model.compute(inputs["token_ids"], inputs["positions"], attend, inputs["last"])
+            return with_greedy(logits)
+
+        draw = PrefillDraw(self.prefill_inputs, self.kv_cache, self.scratch_blocks, key, self.model.shape.vocab_size)
+        return self._region(run, inputs, draw)
+
+    def _prefill_attention(self, key: GraphKey, inputs: Mapping[str, torch.Tensor]) -> StepAttention:
+        if key.variant == FRESH:
+            return FreshPrefillAttention(self.kv_cache, slots=inputs["slots"])
+        return ChunkPrefillAttention(
+            self.kv_cache,
+            slots=inputs["slots"],
+            positions=inputs["positions"],
+            block_table=inputs["block_table"],
+            context_len=inputs["context_len"],
+        )
+
+    def _decode_views(self, key: GraphKey) -> dict[str, torch.Tensor]:
+        """The first `bucket` rows of the static inputs, the block tables as wide as the tier."""
+        rows = {name: tensor[: key.bucket] for name, tensor in self.decode_inputs.staging.device.items()}
+        return rows | {"block_tables": rows["block_tables"][:, : self.tiers.num_blocks(key.tier)]}
+
+    def _prefill_views(self, key: GraphKey) -> dict[str, torch.Tensor]:
+        device = self.prefill_inputs.staging.device
+        tokens = {name: device[name][: key.bucket] for name in ("token_ids", "positions", "slots")}
+        single = {"last": device["last"]}
+        if key.variant == CHUNK:
+            width = self.tiers.num_blocks(key.tier)
+            single |= {"context_len": device["context_len"], "block_table": device["block_table"][:width]}
+        return tokens | single
+
+    def _region(self, run: Any, inputs: Mapping[str, torch.Tensor], draw: Any) -> CaptureRegion:
+        return CaptureRegion(
+            run=run,
+            inputs=inputs,
+            constants=module_tables(self.model.module),
+            scratch={"kv": self.kv_cache.storage},
+            draw=draw,
+        )
+
+
+def with_greedy(logits: torch.Tensor) -> Outputs:
+    """[rows, vocab] in any dtype -> Outputs."""
+    logits = logits.float()
+    is_finite = logits.amax(dim=-1).isfinite()
+    return logits, torch.stack([logits.argmax(dim=-1), is_finite.long()])

@@ -1,0 +1,178 @@
+"""Replays captured graphs; what has no graph, or not yet, runs eagerly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker.batch import Batch, Segment
+from worker.block_pool import PADDING_BLOCK, BlockPool
+from worker.chooser import StepOutput, needs_logits
+from worker.graph_memory import graph_bytes
+from worker.graph_regions import CHUNK, FRESH, GraphRegions
+from worker.graphs.backend import CaptureBackend
+from worker.graphs.captured import CapturedGraph
+from worker.graphs.dispatcher import Dispatcher, Miss
+from worker.graphs.key import GraphKey
+from worker.graphs.lease import ReplayLease
+from worker.graphs.plan import plan_captures
+from worker.graphs.pool import GraphPool
+from worker.graphs.progress import CaptureProgress
+from worker.graphs.self_check import SelfCheck
+from worker.graphs.session import CaptureSession, SessionOptions
+from worker.kv_cache import KVCache
+from worker.load import GraphReadiness
+from worker.runner import EagerRunner
+from worker.tiers import BucketTable, TierTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """How a worker's graphs are captured."""
+
+    use_pool: bool = True
+    """One pool of graph memory for all keys; off = a private pool for each graph."""
+    max_bytes: int | None = None
+    """Cap on the memory of all graphs; keys that would go over it run eagerly."""
+    two_pass: bool = True
+    """Warm every shape before the first capture."""
+    self_check: bool = True
+    """Compare every captured key with eager before it serves."""
+
+
+class GraphRunner:
+    """See worker.runner.Runner. One prefill step serves one sequence, so that its shapes are one number.
+
+    Owns some blocks of the KV pool, in which self-checks keep their history.
+    """
+
+    max_prefill_segments = 1
+
+    def __init__(
+        self,
+        eager: EagerRunner,
+        pool: BlockPool,
+        buckets: BucketTable,
+        prefill_buckets: BucketTable,
+        backend: CaptureBackend,
+        *,
+        options: GraphOptions | None = None,
+        on_progress: Callable[[CaptureProgress], None] | None = None,
+    ) -> None:
+        options = options or GraphOptions()
+        self.eager = eager
+        self.kv_cache: KVCache = eager.kv_cache
+        self.dispatcher = Dispatcher()
+        self._device = self.kv_cache.storage.device
+        scratch = pool.reserve(num_scratch_blocks(buckets, prefill_buckets, self.kv_cache.block_size))
+        regions = GraphRegions(
+            eager.model,
+            self.kv_cache,
+            eager.tiers,
+            decode_inputs=eager.decode_inputs,
+            prefill_inputs=eager.prefill_inputs,
+            scratch_blocks=scratch,
+        )
+        self.session = CaptureSession(
+            plan_captures(worker_keys(eager.tiers, buckets, prefill_buckets), size_of=self._size_of),
+            regions,
+            pool=GraphPool(backend, use_pool=options.use_pool, max_bytes=options.max_bytes),
+            dispatcher=self.dispatcher,
+            options=SessionOptions(two_pass=options.two_pass),
+            self_check=SelfCheck() if options.self_check else None,
+            on_progress=on_progress,
+            size_of=self._size_of,
+        )
+        self._host = torch.zeros((2, buckets.largest), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._landed = torch.cuda.Event() if self._device.type == "cuda" else None
+
+    @property
+    def readiness(self) -> GraphReadiness:
+        """See Runner."""
+        return self.session.readiness
+
+    def prepare_next(self) -> bool:
+        """Warm up or capture one key. The static inputs and the padding block are left inert."""
+        self._make_inert()
+        progress = self.session.capture_next()
+        if progress is None:
+            return False
+        self._make_inert()
+        log.info("%s %s %s", progress.key, progress.stage.value, progress.detail)
+        return True
+
+    def prepare_all(self) -> None:
+        """Capture every key now, before serving."""
+        while self.prepare_next():
+            pass
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> StepOutput:
+        """See Runner."""
+        found = self._find(batch)
+        if isinstance(found, Miss):
+            return self.eager.run(batch)
+        inputs = self.eager.decode_inputs if batch.phase == "decode" else self.eager.prefill_inputs
+        inputs.fill(batch, found.bucket)
+        lease = self.session.graphs[found].replay()
+        segments = [segment for segment in batch.segments if segment.samples]
+        if not segments:
+            return StepOutput([], [], [], "graph")
+        return self._read(lease, segments)
+
+    def _make_inert(self) -> None:
+        """Warm-up and capture run over the static inputs: what the last step left in them must not be written again."""
+        self.eager.decode_inputs.make_inert()
+        self.eager.prefill_inputs.make_inert()
+        self.kv_cache.scrub([PADDING_BLOCK])
+
+    def _find(self, batch: Batch) -> GraphKey | Miss:
+        if batch.phase == "decode":
+            return self.dispatcher.dispatch("decode", batch.tier, len(batch.segments))
+        is_fresh = batch.segments[0].start == 0
+        tier, variant = (0, FRESH) if is_fresh else (batch.tier, CHUNK)
+        return self.dispatcher.dispatch("prefill", tier, batch.num_tokens, variant)
+
+    def _read(self, lease: ReplayLease, segments: Sequence[Segment]) -> StepOutput:
+        """Greedy tokens come from the graph itself; anything else is chosen from its logits."""
+        if needs_logits(segments):
+            logits, _ = lease.clone()
+            return self.eager.chooser.choose(logits, segments, "graph")
+        count = len(segments)
+        with lease as (_, packed):
+            self._host[:, : packed.shape[1]].copy_(packed, non_blocking=True)
+        if self._landed is not None:
+            self._landed.record()
+            self._landed.synchronize()  # this copy, not the device
+        tokens, is_finite = self._host[:, :count].tolist()
+        return StepOutput(tokens, [bool(finite) for finite in is_finite], [None] * count, "graph")
+
+    def _size_of(self, key: GraphKey) -> int:
+        return graph_bytes(key, self.eager.model.shape, self.kv_cache.storage.dtype)
+
+    @property
+    def graphs(self) -> Collection[CapturedGraph]:
+        """The captured graphs."""
+        return self.session.graphs.values()
+
+
+def worker_keys(tiers: TierTable, buckets: BucketTable, prefill_buckets: BucketTable) -> list[GraphKey]:
+    """Every shape worth a graph: decode in each tier and bucket; prompts from the start; later chunks by tier.
+
+    A later chunk exists only in tiers longer than one chunk, and very small prefill buckets are left to larger ones.
+    """
+    decode = [GraphKey("decode", tier, bucket) for tier in tiers.lengths for bucket in buckets.sizes]
+    sizes = [size for size in prefill_buckets.sizes if size >= min(16, prefill_buckets.largest)]
+    fresh = [GraphKey("prefill", 0, size, FRESH) for size in sizes if size <= tiers.longest]
+    chunked = [tier for tier in tiers.lengths if tier > prefill_buckets.largest]
+    return decode + fresh + [GraphKey("prefill", tier, size, CHUNK) for tier in chunked for size in sizes]
+
+
+def num_scratch_blocks(buckets: BucketTable, prefill_buckets: BucketTable, block_size: int) -> int:
+    """Blocks in which every row of the largest bucket, or every token of the largest chunk, has a slot of its own."""
+    return -(-max(buckets.largest, prefill_buckets.largest) // block_size)
