@@ -23,7 +23,7 @@ CHUNK = "chunk"
 """Prefill of a later part of a prompt."""
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-"""logits [rows, vocab] float32, and [2, rows] int64: greedy tokens, and 1 where a row is finite."""
+"""logits [rows, vocab] float32, and [rows, 2] int64: the greedy token, and 1 where the row is finite."""
 
 
 class GraphRegions:
@@ -118,4 +118,4 @@ def with_greedy(logits: torch.Tensor) -> Outputs:
     """[rows, vocab] in any dtype -> Outputs."""
     logits = logits.float()
     is_finite = logits.amax(dim=-1).isfinite()
-    return logits, torch.stack([logits.argmax(dim=-1), is_finite.long()])
+    return logits, torch.stack([logits.argmax(dim=-1), is_finite.long()], dim=-1)

@@ -88,7 +88,7 @@ class GraphRunner:
             on_progress=on_progress,
             size_of=self._size_of,
         )
-        self._host = torch.zeros((2, buckets.largest), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._host = torch.zeros((buckets.largest, 2), dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._landed = torch.cuda.Event() if self._device.type == "cuda" else None
 
     @property
@@ -145,11 +145,11 @@ class GraphRunner:
             return self.eager.chooser.choose(logits, segments, "graph")
         count = len(segments)
         with lease as (_, packed):
-            self._host[:, : packed.shape[1]].copy_(packed, non_blocking=True)
+            self._host[: packed.shape[0]].copy_(packed, non_blocking=True)
         if self._landed is not None:
             self._landed.record()
             self._landed.synchronize()  # this copy, not the device
-        tokens, is_finite = self._host[:, :count].tolist()
+        tokens, is_finite = self._host[:count].T.tolist()
         return StepOutput(tokens, [bool(finite) for finite in is_finite], [None] * count, "graph")
 
     def _size_of(self, key: GraphKey) -> int:

@@ -27,15 +27,14 @@ class _Operation:
     func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    created: tuple[Tensor, ...]
-    """Results that are new memory: a replay writes them again."""
+    created: tuple[tuple[int, Tensor], ...]
+    """(place among the results, tensor) of results that are new memory: a replay writes them again."""
 
     def replay(self) -> None:
-        result = self.func(*self.args, **self.kwargs)
-        fresh = _fresh_tensors(self.func, result)
-        for target, source in zip(self.created, fresh, strict=True):
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
+        results = list(operators.tensors_in(self.func(*self.args, **self.kwargs)))
+        for place, target in self.created:
+            if target.data_ptr() != results[place].data_ptr():
+                target.copy_(results[place])
 
 
 class Tape:
@@ -137,10 +136,14 @@ class _Recorder(OperatorMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: dict[str, Any], result: Any
     ) -> None:
         known = {storage_of(tensor) for tensor in operators.tensors_in(list(arguments.values()))}
-        created = _fresh_tensors(func, result)
-        for tensor in created:
-            if storage_of(tensor) not in known:
-                self.tape.created.setdefault(storage_of(tensor), tensor)
+        # By memory, not by schema: in inference mode `reshape` and its like arrive whole, and copy when they must.
+        created = tuple(
+            (place, tensor)
+            for place, tensor in enumerate(operators.tensors_in(result))
+            if storage_of(tensor) not in known
+        )
+        for _, tensor in created:
+            self.tape.created.setdefault(storage_of(tensor), tensor)
         if func._schema.name.startswith(("aten::empty", "aten::new_empty")):
             return
         if created or func._schema.is_mutable:
@@ -157,15 +160,3 @@ class _RefuseHostCalls(TorchFunctionMode):
         if verdict is not None:
             raise RuntimeError(f"{NOT_PERMITTED} ({verdict[1]})")
         return func(*args, **(kwargs or {}))
-
-
-def _fresh_tensors(func: OpOverload, result: Any) -> tuple[Tensor, ...]:
-    """The tensors among the results that are new memory by the operator's schema."""
-    fresh = operators.fresh_results(func)
-    results = (result,) if len(fresh) == 1 else tuple(result or ())
-    return tuple(
-        tensor
-        for is_fresh, value in zip(fresh, results, strict=False)
-        if is_fresh
-        for tensor in operators.tensors_in(value)
-    )
