@@ -17,7 +17,7 @@ KEPT_CONTEXT = 4
 MAX_WINDOW = 24
 """Ids decoded again for every token; a longer window is cut back to KEPT_CONTEXT ids or a few more."""
 MAX_PENDING = 16
-"""Ids without a whole character at their end before they are taken for what they are: bytes that never become one."""
+"""Ids without a whole character at their end before all but the last are taken for bytes that never become one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,14 @@ class _Window:
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        is_last_chance = len(self._ids) - self._ends[-1] >= MAX_PENDING
-        half = 0 if is_last_chance else _half_character(text)
-        known = self._known(text)
+        half, known = _half_character(text), self._known(text)
+        is_too_long = len(self._ids) - self._ends[-1] >= MAX_PENDING
         if known is None:
             # Some decoders show a whole run of bytes as replacements until its last character is complete.
-            return "" if half else self._start_over()
+            return "" if half and not is_too_long else self._start_over()
         new = text[len(known) : len(text) - half]
+        if half and is_too_long:
+            return self._split(text, known, new)
         if half:
             if new:
                 self._settled = [known.removesuffix(self._shown)]
@@ -123,6 +124,18 @@ class _Window:
         cuts = range(1, min(MAX_HALF_CHARACTER, len(self._ids)) + 1)
         shorter = (self._decode(self._ids[:-cut]) for cut in cuts)
         return sorted({whole, whole.rstrip(REPLACEMENT), *shorter}, key=len, reverse=True)
+
+    def _split(self, text: str, known: str, new: str) -> str:
+        """Give up on pending ids that have become no character, but for the last few, which still may."""
+        for kept in range(MAX_HALF_CHARACTER, -1, -1):
+            border = len(self._ids) - kept
+            head = self._decode(self._ids[:border])
+            if head + self._decode(self._ids[border:]) == text:
+                break
+        shown = max(known + new, head, key=len)
+        self._ids, self._ends = self._ids[border:], [0]
+        self._settled, self._shown = [""], shown[len(head) :]
+        return shown[len(known) :]
 
     def _start_over(self) -> str:
         """The pending ids' text by themselves: with their context they no longer read as it was shown."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokenizers import AddedToken
+
+from worker.errors import InvalidRequest
+
+STAND_INS = range(0x100000, 0x10FFFE)
+"""Unicode's last private use area."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +42,30 @@ class ControlTokens:
 class Disguise:
     """Stands in for control tokens' strings while a template runs, so that what it writes and what it was given differ.
 
-    The stand-ins hold a random number and digits only: they cannot be guessed, and trimming, case or quoting in the
-    template leaves them as they are.
+    Each string is replaced by one character, of those Unicode leaves without meaning, that neither the template nor any
+    message contains; trimming, cutting, case or quoting in the template cannot turn it into anything else.
     """
 
-    def __init__(self, control: ControlTokens) -> None:
+    def __init__(self, control: ControlTokens, taken: Iterable[str]) -> None:
+        used = set().union(*taken)
         self._control = control
-        self._nonce = f"{secrets.randbits(64):020}"
-        self._strings: list[str] = []
-        self._stand_in = re.compile(f"\ue000{self._nonce}(\\d{{8}})\ue001")
+        self._free = (char for char in map(chr, STAND_INS) if char not in used)
+        self._stand_ins: dict[str, str] = {}
 
     def put_on(self, text: str) -> str:
-        """`text` with every control token's string replaced by a stand-in."""
+        """`text` with every control token's string replaced. Raises InvalidRequest when no character is left to use."""
         return text if self._control.pattern is None else self._control.pattern.sub(self._replace, text)
 
     def take_off(self, text: str) -> list[tuple[str, bool]]:
-        """Pieces of a rendered text in order: (text, whether it is a control token's string that a user wrote)."""
-        pieces = []
-        for index, piece in enumerate(self._stand_in.split(text)):
-            pieces.append((self._strings[int(piece)], True) if index % 2 else (piece, False))
-        return pieces
-
-    def shows_in(self, text: str) -> bool:
-        """Whether a stand-in was torn apart and would be seen."""
-        return self._nonce in text
+        """Pieces of a rendered text in order: (text, whether it is a control token's string that came from outside)."""
+        strings = {stand_in: string for string, stand_in in self._stand_ins.items()}
+        pieces = re.split(f"([{''.join(strings)}])", text) if strings else [text]
+        return [(strings.get(piece, piece), piece in strings) for piece in pieces]
 
     def _replace(self, match: re.Match[str]) -> str:
-        self._strings.append(match[0])
-        return f"\ue000{self._nonce}{len(self._strings) - 1:08}\ue001"
+        if match[0] not in self._stand_ins:
+            char = next(self._free, None)
+            if char is None:
+                raise InvalidRequest("messages", "use up all private characters beside the name of a special token")
+            self._stand_ins[match[0]] = char
+        return self._stand_ins[match[0]]

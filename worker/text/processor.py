@@ -98,16 +98,14 @@ class TextProcessor:
         template says against them.
         """
         template = self._checked(messages)
-        self._refuse_lookalikes(messages)
+        self._refuse_lookalikes(template, messages)
         if not any(self._control.occurs_in(content) for _, content in messages):
             chat = [{"role": role, "content": content} for role, content in messages]
             return self._encode_rendered(template.render(chat))
-        disguise = Disguise(self._control)
+        disguise = self._disguise(template, messages)
         chat = [{"role": role, "content": disguise.put_on(content)} for role, content in messages]
         ids: list[int] = []
         for piece, is_users in disguise.take_off(template.render(chat)):
-            if disguise.shows_in(piece):
-                raise InvalidRequest("messages", "the chat template cannot take the special tokens' names in them")
             ids += self._encode_plain("messages", piece) if is_users else self._encode_rendered(piece)
         return ids
 
@@ -124,14 +122,17 @@ class TextProcessor:
         self._check_size("messages", sum(len(_utf8("messages", content)) for _, content in messages))
         return self._template
 
-    def _refuse_lookalikes(self, messages: Sequence[tuple[str, str]]) -> None:
+    def _refuse_lookalikes(self, template: ChatTemplate, messages: Sequence[tuple[str, str]]) -> None:
         """Text that only the tokenizer's normalisation would turn into a control token's string has no stand-in."""
         if self._normalizer is None:
             return
+        disguise = self._disguise(template, messages)
         for _, content in messages:
-            visible = Disguise(self._control).put_on(content)
-            if self._control.occurs_in(self._normalizer.normalize_str(visible)):
+            if self._control.occurs_in(self._normalizer.normalize_str(disguise.put_on(content))):
                 raise InvalidRequest("messages", "spell a special token in characters that are normalised to it")
+
+    def _disguise(self, template: ChatTemplate, messages: Sequence[tuple[str, str]]) -> Disguise:
+        return Disguise(self._control, (template.source, *(content for _, content in messages)))
 
     def _check_size(self, field: str, size: int) -> None:
         if size > self.max_text_bytes:
