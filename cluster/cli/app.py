@@ -38,9 +38,9 @@ app.command(rich_help_panel=ASKING)(status)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from cluster.version import version
 
-        typer.echo(f"graphpool {version('graphpool')}")
+        typer.echo(f"graphpool {version()}")
         raise typer.Exit
 
 

@@ -1,0 +1,146 @@
+"""`graphpool serve` for real: Ray, two replicas of the embedded model, one of them killed under way."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from cluster.cli.load_table import READY
+from cluster.client import Answer, AsyncGraphpoolClient, GraphpoolClient, Unavailable
+from protos import control_pb2
+from tests.fakes.command_line import graphpool, read_until, running
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(300)]
+
+QUESTION = [("user", "Why is the sky blue?")]
+NUM_TOKENS = 60
+MAX_REPLICA_BYTES = 1_300_000_000
+
+
+@dataclass(slots=True)
+class Served:
+    """A running `graphpool serve`."""
+
+    address: str
+    process: psutil.Process
+
+    def ready(self) -> dict[str, control_pb2.ReplicaLoad]:
+        with GraphpoolClient(self.address) as client:
+            return {replica.replica: replica for replica in client.loads(timeout_s=5) if replica.state == READY}
+
+    def process_of(self, replica: control_pb2.ReplicaLoad) -> psutil.Process:
+        port = int(replica.address.rpartition(":")[2])
+        for process in self.process.children(recursive=True):
+            if any(
+                link.status == psutil.CONN_LISTEN and link.laddr.port == port for link in process.net_connections("tcp")
+            ):
+                return process
+        raise AssertionError(f"nobody listens at {replica.address}")
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    _, left = psutil.wait_procs(processes, timeout=10)
+    return [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    options = ("--replicas", "2", "--port", "0", "--max-model-len", "2048", "--device", "cpu")
+    with running("serve", *options, stderr=subprocess.PIPE) as command:
+        address = read_until(command, r"ready at (127\.0\.0\.1:\d+); Ctrl-C", timeout_s=200)[1]
+        yield Served(address, psutil.Process(command.pid))
+        started = psutil.Process(command.pid).children(recursive=True)
+        command.terminate()
+        _, errors = command.communicate(timeout=60)
+        assert command.returncode == 0, errors
+        assert "Traceback" not in errors
+        assert alive(started) == [], "processes were left behind"
+
+
+def test_the_pool_answers_with_the_real_model(served: Served) -> None:
+    with GraphpoolClient(served.address) as client:
+        answer = client.generate("The capital of France is", max_tokens=4, temperature=0.0)
+    assert "Paris" in answer.text
+
+
+def test_an_answer_arrives_in_pieces(served: Served) -> None:
+    with (
+        GraphpoolClient(served.address) as client,
+        client.chat_stream(QUESTION, max_tokens=24, temperature=0.0) as stream,
+    ):
+        pieces = list(stream)
+    assert len(pieces) > 8
+    assert [piece.sequence for piece in pieces] == list(range(len(pieces)))
+
+
+def test_requests_at_the_same_time_are_spread_over_the_replicas(served: Served) -> None:
+    def ask(number: int) -> Answer:
+        with GraphpoolClient(served.address) as client:
+            return client.generate([number, number], max_tokens=24, temperature=0.0, ignore_eos=True)
+
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(ask, range(5, 9)))
+    assert {answer.execution.replica for answer in answers if answer.execution} == {"replica-0", "replica-1"}
+
+
+def test_a_replica_stays_small(served: Served) -> None:
+    sizes = [served.process_of(replica).memory_info().rss for replica in served.ready().values()]
+    assert max(sizes) < MAX_REPLICA_BYTES
+
+
+async def test_the_loss_of_a_replica_ends_only_its_own_streams_and_is_made_good(served: Served) -> None:
+    before = served.ready()
+    async with AsyncGraphpoolClient(served.address) as client:
+        undisturbed = await client.chat(QUESTION, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        victim = client.chat_stream(QUESTION, max_tokens=2 * NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        await anext(victim)
+        (lost,) = [replica for replica in served.ready().values() if replica.router_streams]
+        survivor = client.chat_stream(QUESTION, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        delivered = [*(await anext(survivor)).token_ids]
+
+        served.process_of(lost).kill()
+        killed_s = time.monotonic()
+
+        with pytest.raises(Unavailable):
+            async for _ in victim:
+                pass
+        assert time.monotonic() - killed_s < 5
+        async for piece in survivor:
+            delivered += piece.token_ids
+            last = piece
+        assert last.execution is not None
+        assert last.execution.replica != lost.replica
+        assert tuple(delivered) == undisturbed.token_ids
+
+        again = await asyncio.to_thread(wait_for_replacement, served, lost)
+        assert again.address != lost.address
+        assert served.ready().keys() == before.keys()
+
+        streams = [client.chat(QUESTION, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True) for _ in range(2)]
+        answers = await asyncio.gather(*streams)
+    assert {answer.execution.replica for answer in answers if answer.execution} == before.keys()
+    assert all(answer.token_ids == undisturbed.token_ids for answer in answers)
+
+
+def wait_for_replacement(served: Served, lost: control_pb2.ReplicaLoad) -> control_pb2.ReplicaLoad:
+    give_up_s = time.monotonic() + 90
+    while time.monotonic() < give_up_s:
+        replica = served.ready().get(lost.replica)
+        if replica is not None and replica.incarnation != lost.incarnation:
+            return replica
+        time.sleep(0.2)
+    raise AssertionError(f"{lost.replica} did not come back")
+
+
+def test_replicas_that_cannot_start_are_one_sentence_and_no_process() -> None:
+    done = graphpool("serve", "--port", "0", "--max-model-len", "1000000", "--device", "cpu", timeout_s=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("the replicas cannot start: max_model_len is 1000000")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,104 @@
+"""The private Ray of a pool: alone on the machine, and gone with whoever started it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OWNER = """
+import asyncio
+from cluster.private_ray import PrivateRay
+
+async def main():
+    private = PrivateRay(num_cpus=1, num_gpus=0)
+    await private.start()
+    print(*(process.pid for process in private.processes()), flush=True)
+    await asyncio.to_thread(input)
+    import ray
+    print(len(ray.nodes()), await private.stop())
+
+asyncio.run(main())
+"""
+
+CANCELLED = """
+import asyncio
+import psutil
+from cluster.private_ray import PrivateRay
+
+async def main():
+    start = asyncio.ensure_future(PrivateRay(num_cpus=1, num_gpus=0).start())
+    await asyncio.sleep(1.5)
+    start.cancel()
+    await asyncio.wait([start])
+    print(start.cancelled(), psutil.Process().children(recursive=True))
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def owner() -> Iterator[subprocess.Popen[str]]:
+    """A process that starts a private Ray, prints its processes' ids, and stops it when it reads a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def daemons(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    assert process.stdout is not None
+    return [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+
+
+def folders() -> set[Path]:
+    return set(Path("/tmp").glob("graphpool-*"))
+
+
+def test_when_its_owner_is_killed_the_daemons_and_workers_end() -> None:
+    before = folders()
+    with owner() as process:
+        started = daemons(process)
+        names = {daemon: daemon.name() for daemon in started}
+        process.kill()
+        # Ray's two agents report the loss to a daemon that is gone too, for a minute, before they end.
+        _, left = psutil.wait_procs([daemon for daemon in started if "Agent" not in names[daemon]], timeout=20)
+    assert len(started) > 5
+    assert [names[daemon] for daemon in left if daemon.status() != psutil.STATUS_ZOMBIE] == []
+    for agent in started:
+        if agent.is_running():
+            agent.kill()
+    for folder in folders() - before:
+        shutil.rmtree(folder)
+
+
+def test_two_at_once_do_not_see_each_other_and_leave_no_folder() -> None:
+    before = folders()
+    with owner() as one, owner() as other:
+        assert {process.pid for process in daemons(one)}.isdisjoint(process.pid for process in daemons(other))
+        assert len(folders() - before) == 2
+        for process in (one, other):
+            said, _ = process.communicate("go\n", timeout=60)
+            assert (said, process.returncode) == ("1 []\n", 0)
+    assert folders() == before
+
+
+def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CANCELLED], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.stdout == "True []\n"
