@@ -74,6 +74,12 @@ class Dispatcher:
         self._forget(key)
         self._dropped[key] = reason
 
+    def withdraw(self, key: GraphKey) -> None:
+        """The graph for `key` is gone for now; it will be captured again."""
+        self._forget(key)
+        self._quarantined.pop(key, None)
+        self._pending.add(key)
+
     def quarantine(self, key: GraphKey, reason: str) -> None:
         """Never return `key` again: batches it would serve run eagerly."""
         self.add(key)

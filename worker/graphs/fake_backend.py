@@ -16,15 +16,22 @@ from worker.graphs.tape import Tape, record
 
 
 class FakePool:
-    """Stands for a pool of graph memory: as large as its largest graph."""
+    """Stands for a pool of graph memory: as large as its largest graph ever was, until its last graph is gone."""
 
     def __init__(self) -> None:
         self.graphs: list[FakeGraph] = []
+        self.nbytes = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the pool."""
-        return max((graph.nbytes for graph in self.graphs), default=0)
+    def add(self, graph: FakeGraph) -> None:
+        """A graph was captured into the pool."""
+        self.graphs.append(graph)
+        self.nbytes = max(self.nbytes, graph.nbytes)
+
+    def remove(self, graph: FakeGraph) -> None:
+        """A graph left the pool."""
+        self.graphs.remove(graph)
+        if not self.graphs:
+            self.nbytes = 0
 
 
 class FakeCapture:
@@ -70,9 +77,11 @@ class FakeCapture:
         outputs, tape = record(run, generators)
         started = time.perf_counter()
         graph = FakeGraph(outputs, tape, pool, strict=self._strict, keeps_outputs=keep_outputs)
-        pool.graphs.append(graph)
+        before = pool.nbytes
+        pool.add(graph)
         if self._capacity_bytes is not None and self._used_bytes() > self._capacity_bytes:
             graph.reset()
+            pool.nbytes = before
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {tape.nbytes} bytes (emulated).")
         if self._strict:
             tape.poison()
@@ -84,7 +93,7 @@ class FakeCapture:
         return True
 
     def memory(self) -> MemoryReading:
-        """Emulated: each pool counts as large as its largest graph."""
+        """Emulated: what all pools hold."""
         capacity = 1 << 62 if self._capacity_bytes is None else self._capacity_bytes
         return MemoryReading(free_bytes=capacity - self._used_bytes(), reserved_bytes=self._used_bytes())
 
@@ -125,7 +134,7 @@ class FakeGraph:
     def reset(self) -> None:
         """Leave the pool."""
         if self in self._pool.graphs:
-            self._pool.graphs.remove(self)
+            self._pool.remove(self)
         self._tape = Tape()
         self.outputs = None
 

@@ -84,7 +84,7 @@ class CUDAGraphRunner:
         sample_inputs: SampleInputs,
         num_steps: int = MIN_WARMUP_STEPS,
         *,
-        reset: Callable[[], None] | None = None,
+        reset: Callable[[], object] | None = None,
         state: Mapping[str, Tensor] | None = None,
         generators: Sequence[torch.Generator] = (),
     ) -> None:

@@ -36,16 +36,13 @@ def bound_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def written_tensors(func: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The arguments that the operator writes to."""
+    """The arguments whose memory the operator writes to."""
+    if torch.Tag.inplace_view in func.tags:
+        return
     for argument in func._schema.arguments:
         alias = argument.alias_info
         if alias is not None and alias.is_write:
             yield from tensors_in(arguments.get(argument.name))
-
-
-def fresh_results(func: OpOverload) -> tuple[bool, ...]:
-    """For each result of the operator, whether it is new memory rather than an argument or a view of one."""
-    return tuple(result.alias_info is None for result in func._schema.returns)
 
 
 def is_host_read(func: OpOverload) -> bool:

@@ -87,6 +87,7 @@ class PartialGraphs:
         self._owned: set[int] = set()
         self._num_captured = 0
         self._next = 0
+        self._is_recording = False
         self._hooks = [module.register_forward_pre_hook(self._start_pass), module.register_forward_hook(self._end_pass)]
         for part in self._parts.values():
             part.install(self._forward_of(part))
@@ -102,13 +103,17 @@ class PartialGraphs:
         kwargs: Mapping[str, Any] | None = None,
         *,
         num_warmup_steps: int = MIN_WARMUP_STEPS,
-        reset: Callable[[], None] | None = None,
+        reset: Callable[[], object] | None = None,
     ) -> None:
         """Capture every chosen submodule for the shapes that this call of the whole model gives it.
 
         Call again for more shapes, the largest first. `reset` puts back what the submodules change.
         """
-        calls = record_calls(self._module, args, kwargs or {})
+        self._is_recording = True
+        try:
+            calls = record_calls(self._module, args, kwargs or {})
+        finally:
+            self._is_recording = False
         for name, call in calls.items():
             part = self._parts.get(name)
             if part is not None and call.signature not in part.graphs:
@@ -125,7 +130,7 @@ class PartialGraphs:
             part.graphs.clear()
 
     def _capture_part(
-        self, part: _Part, call: ModuleCall, num_warmup_steps: int, reset: Callable[[], None] | None
+        self, part: _Part, call: ModuleCall, num_warmup_steps: int, reset: Callable[[], object] | None
     ) -> None:
         position = self._num_captured
         key = GraphKey("decode", 0, 1, f"{part.name}.{position}")
@@ -139,6 +144,8 @@ class PartialGraphs:
 
     def _forward_of(self, part: _Part) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._is_recording:
+                return part.forward(*args, **kwargs)
             found = part.find(args, kwargs)
             if found is None or found[0].position < self._next:
                 self.eager_calls[part.name] += 1

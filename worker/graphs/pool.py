@@ -49,6 +49,11 @@ class GraphPool:
         return sum(self._bytes.values())
 
     @property
+    def is_over_cap(self) -> bool:
+        """Whether memory of a released graph is stuck in the pool, over the cap, because other graphs hold the pool."""
+        return self.max_bytes is not None and self.used_bytes > self.max_bytes
+
+    @property
     def bytes_by_key(self) -> Mapping[GraphKey, int]:
         """Memory each capture has taken; with a shared pool, the first large graph pays for the later small ones."""
         return MappingProxyType(self._bytes)
@@ -115,7 +120,7 @@ class GraphPool:
             self._handle = None
 
     def _enforce_cap(self, key: GraphKey) -> None:
-        if self.max_bytes is None or self.used_bytes <= self.max_bytes:
+        if not self.is_over_cap:
             return
         used = self.used_bytes
         self.release(key)

@@ -52,7 +52,8 @@ def precheck_region(region: CaptureRegion, key: str = "") -> Precheck:
 
     Only work that passes through torch's operators is seen; a kernel launched behind torch's back is not.
     """
-    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
+    autocasts = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    if autocasts and torch.is_autocast_cache_enabled():
         detail = "autocast keeps converted weights in a cache that is emptied when its block ends"
         raise AllocatorInRegion(detail, key=key)
     findings: list[CaptureError] = []

@@ -32,7 +32,7 @@ class CaptureRegion:
     """Tensors that the region changes and whose values matter: saved before warm-up and put back after it."""
     scratch: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors that the region changes and whose values do not matter between replays: output buffers, padding blocks."""
-    reset: Callable[[], None] | None = None
+    reset: Callable[[], object] | None = None
     """Puts back, after warm-up, whatever else the region has changed: a cache, a counter."""
     generators: tuple[torch.Generator, ...] = ()
     """Generators the region draws from; a replay advances them as a run does. Without any, randomness is refused."""

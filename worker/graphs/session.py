@@ -212,9 +212,19 @@ class CaptureSession:
         self._give_up(key, error.detail)
         for other in larger:
             self._give_up(other, f"{key} did not fit in memory: {error.detail}")
+        if self._pool.is_over_cap:
+            self._capture_all_again()
         if not any(graph.phase == key.phase for graph in self._graphs):
             self._advance_largest(key.phase)
         return error.detail + (f"; {len(larger)} larger key(s) dropped with it" if larger else "")
+
+    def _capture_all_again(self) -> None:
+        """Only an empty pool gives its memory back: captured graphs leave it and go to the front of the queue."""
+        for key in reversed(tuple(self._graphs)):
+            self.dispatcher.withdraw(key)
+            self.recorder.release(self._graphs.pop(key))
+            self._work.appendleft(("capture", key))
+        self._pool.close()
 
     def _advance_largest(self, phase: Phase) -> None:
         waiting = [work for work in self._work if work[0] == "capture" and work[1].phase == phase]

@@ -136,7 +136,7 @@ class _Recorder(OperatorMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: dict[str, Any], result: Any
     ) -> None:
         known = {storage_of(tensor) for tensor in operators.tensors_in(list(arguments.values()))}
-        # By memory, not by schema: in inference mode `reshape` and its like arrive whole, and copy when they must.
+        # By memory, not by schema: some operators return a view or a copy, as they must.
         created = tuple(
             (place, tensor)
             for place, tensor in enumerate(operators.tensors_in(result))

@@ -111,22 +111,30 @@ def test_an_unregistered_generator_is_refused_in_torchs_words() -> None:
         lambda x: torch.tensor([1.0], device="cpu"),
     ],
 )
-def test_what_cuda_refuses_is_refused(run: Callable[[Tensor], Any]) -> None:
+@pytest.mark.parametrize("inference", [False, True], ids=["grad", "inference"])
+def test_what_cuda_refuses_is_refused(run: Callable[[Tensor], Any], inference: bool) -> None:
     x = torch.ones(3)
-    with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
+    with (
+        torch.inference_mode(inference),
+        pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"),
+    ):
         capture(lambda: run(x))
 
 
-def test_what_cuda_allows_is_allowed() -> None:
+@pytest.mark.parametrize("inference", [False, True], ids=["grad", "inference"])
+def test_what_cuda_allows_is_allowed(inference: bool) -> None:
     x, index, mask = torch.arange(4.0), torch.tensor([2, 0]), torch.tensor([True, False, True, False])
 
     def run() -> Tensor:
         y = x.clone()
         y[mask] = 0.0
-        attended = nn.functional.scaled_dot_product_attention(*[y.view(1, 1, 2, 2)] * 3)
-        return y[index] + torch.where(mask, x, 0)[:2] + attended.flatten()[:2] + torch.topk(x, 2).values
+        heads = y.view(1, 1, 2, 2)
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return y[index] + torch.where(mask, x, 0)[:2] + attended.mT.reshape(4)[:2] + torch.topk(x, 2).values
 
-    graph = capture(run)
+    with torch.inference_mode(inference):
+        graph = capture(run)
+    x.add_(1)
     graph.replay()
     torch.testing.assert_close(graph.outputs, run())
 

@@ -160,7 +160,7 @@ def test_a_moved_static_buffer_is_named(pair: Setup) -> None:
 
 def test_everything_the_graph_read_stays_alive(pair: Setup) -> None:
     weight = torch.full((3,), 4.0)
-    graph = pair.graph(3, lambda weight=weight: pair.x + weight)
+    graph = pair.graph(3, lambda: pair.x + weight)
     alive = {id(tensor) for tensor in graph._kept_alive}
     assert {id(weight), id(pair.x)} <= alive
 
