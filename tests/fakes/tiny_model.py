@@ -36,10 +36,12 @@ def tiny_config(**changes: object) -> DecoderConfig:
     return DecoderConfig(**(values | changes))  # type: ignore[arg-type]
 
 
-def tiny_model(seed: int = 0, **changes: object) -> ServedModel:
+def tiny_model(
+    seed: int = 0, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: object
+) -> ServedModel:
     """Weights ten times the usual spread, so that the tokens of an answer differ from each other."""
     config = tiny_config(**changes)
-    decoder = Decoder(config, dtype=torch.float32, device=torch.device("cpu")).eval()
+    decoder = Decoder(config, dtype=dtype, device=torch.device(device)).eval()
     randomise(decoder, seed)
     for name, parameter in decoder.named_parameters():
         if not name.endswith("norm"):
