@@ -62,6 +62,11 @@ class PrivateRay:
         self._census = ProcessCensus(self._is_daemon)
         self._is_stopped = False
 
+    @property
+    def folder(self) -> Path | None:
+        """Where its sockets and logs are; None before it starts."""
+        return self._folder
+
     async def start(self) -> None:
         """Start the daemons and connect. On any failure nothing is left running."""
         # Unix socket paths are short: Ray's lie deep under this folder.

@@ -23,7 +23,7 @@ from cluster.private_ray import PrivateRay
 async def main():
     private = PrivateRay(num_cpus=1, num_gpus=0)
     await private.start()
-    print(*(process.pid for process in private.processes()), flush=True)
+    print(private.folder, *(process.pid for process in private.processes()), flush=True)
     await asyncio.to_thread(input)
     import ray
     print(len(ray.nodes()), await private.stop())
@@ -60,19 +60,15 @@ def owner() -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def daemons(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def started_by(process: subprocess.Popen[str]) -> tuple[Path, list[psutil.Process]]:
     assert process.stdout is not None
-    return [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
-
-
-def folders() -> set[Path]:
-    return set(Path("/tmp").glob("graphpool-*"))
+    folder, *pids = process.stdout.readline().split()
+    return Path(folder), [psutil.Process(int(pid)) for pid in pids]
 
 
 def test_when_its_owner_is_killed_the_daemons_and_workers_end() -> None:
-    before = folders()
     with owner() as process:
-        started = daemons(process)
+        folder, started = started_by(process)
         names = {daemon: daemon.name() for daemon in started}
         process.kill()
         # Ray's two agents report the loss to a daemon that is gone too, for a minute, before they end.
@@ -82,19 +78,19 @@ def test_when_its_owner_is_killed_the_daemons_and_workers_end() -> None:
     for agent in started:
         if agent.is_running():
             agent.kill()
-    for folder in folders() - before:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
 
 
 def test_two_at_once_do_not_see_each_other_and_leave_no_folder() -> None:
-    before = folders()
     with owner() as one, owner() as other:
-        assert {process.pid for process in daemons(one)}.isdisjoint(process.pid for process in daemons(other))
-        assert len(folders() - before) == 2
+        (folder, some), (other_folder, others) = started_by(one), started_by(other)
+        assert folder != other_folder
+        assert set(some).isdisjoint(others)
         for process in (one, other):
             said, _ = process.communicate("go\n", timeout=60)
             assert (said, process.returncode) == ("1 []\n", 0)
-    assert folders() == before
+    assert not folder.exists()
+    assert not other_folder.exists()
 
 
 def test_a_start_that_is_cancelled_leaves_nothing() -> None:
