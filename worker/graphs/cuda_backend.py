@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, Literal
@@ -207,9 +208,12 @@ def alias_without_owning(tensor: Tensor) -> Tensor:
 
 def _driver_version() -> int | None:
     """CUDA version of the driver, as 1000 * major + 10 * minor; None when there is no driver."""
-    if not torch.backends.cuda.is_built() or not hasattr(torch._C, "_cuda_getDriverVersion"):
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return None
-    return int(torch._C._cuda_getDriverVersion()) or None
+    version = ctypes.c_int()
+    return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
 
 
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int | None:
