@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 MESSAGE_BYTES = 4 * 1024 * 1024
+"""Largest message between a client and a server."""
+LINK_MESSAGE_BYTES = MESSAGE_BYTES + 64 * 1024
+"""Between a router and a replica: a client's largest request in its envelope must not break the stream of all."""
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@
     ├── TooManyStreams          the server answers as many requests as it may
     ├── SlowReader              an answer was not read as fast as it was made
     ├── AnswerTooLarge          the whole answer does not fit one message
+    ├── MessageTooLarge         the request is over the limit of a message
     ├── MalformedMessage        the bytes are not a message of this method
     └── NotReady                the replica has not loaded its model, or failed to
 
@@ -176,6 +177,18 @@ class AnswerTooLarge(ClusterError):
 
     def __str__(self) -> str:
         return f"the answer takes {self.size} bytes and a message holds {self.limit}: stream it instead"
+
+
+class MessageTooLarge(ClusterError):
+    """The request takes more bytes than a message may."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(size, limit)
+        self.size = size
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"request: takes {self.size} bytes and a message holds {self.limit}"
 
 
 class MalformedMessage(ClusterError):

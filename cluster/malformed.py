@@ -1,4 +1,4 @@
-"""Bytes that are no message are the client's fault, and end as such instead of as an unknown error."""
+"""Bytes that are no message, or too many of them, are the client's fault and end as such."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from cluster import status
-from cluster.errors import MalformedMessage
+from cluster.config import MESSAGE_BYTES
+from cluster.errors import MalformedMessage, MessageTooLarge
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Refused = MalformedMessage | MessageTooLarge
 Deserializer = Callable[[bytes], Message]
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub only
-    """Answers INVALID_ARGUMENT to unary requests whose bytes do not parse."""
+    """Answers INVALID_ARGUMENT to unary requests whose bytes do not parse.
+
+    Those over MESSAGE_BYTES get RESOURCE_EXHAUSTED, as gRPC itself gives it: a server may have to let larger messages
+    through for its own kind.
+    """
 
     def __init__(self) -> None:
         self._wrapped: dict[str, Handler] = {}
@@ -55,8 +61,10 @@ def _tolerant(handler: Any) -> Handler:
     )
 
 
-def _lenient(deserialize: Deserializer) -> Callable[[bytes], Message | MalformedMessage]:
-    def parse(raw: bytes) -> Message | MalformedMessage:
+def _lenient(deserialize: Deserializer) -> Callable[[bytes], Message | Refused]:
+    def parse(raw: bytes) -> Message | Refused:
+        if len(raw) > MESSAGE_BYTES:
+            return MessageTooLarge(len(raw), MESSAGE_BYTES)
         try:
             return deserialize(raw)
         except DecodeError:
@@ -67,8 +75,8 @@ def _lenient(deserialize: Deserializer) -> Callable[[bytes], Message | Malformed
 
 
 def _checked(behaviour: Behaviour) -> Behaviour:
-    async def answer(request: Message | MalformedMessage, context: Context) -> Any:
-        if isinstance(request, MalformedMessage):
+    async def answer(request: Message | Refused, context: Context) -> Any:
+        if isinstance(request, MalformedMessage | MessageTooLarge):
             await status.abort(context, request)
         return await behaviour(request, context)
 

@@ -52,12 +52,14 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     cluster_errors.TooManyStreams: _Code.RESOURCE_EXHAUSTED,
     cluster_errors.SlowReader: _Code.RESOURCE_EXHAUSTED,
     cluster_errors.AnswerTooLarge: _Code.RESOURCE_EXHAUSTED,
+    cluster_errors.MessageTooLarge: _Code.RESOURCE_EXHAUSTED,
     cluster_errors.MalformedMessage: _Code.INVALID_ARGUMENT,
     cluster_errors.NotReady: _Code.FAILED_PRECONDITION,
 }
 """Every error type but RemoteError, which carries its own code. A type that is missing here takes its base's code."""
 
 _BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode if code is not _Code.OK}
+_NEVER_RETRIED = (cluster_errors.SlowReader, cluster_errors.AnswerTooLarge, cluster_errors.MessageTooLarge)
 
 _FIXED_DETAILS: dict[type[BaseException], str] = {
     TimeoutError: "the deadline passed before the answer was complete",
@@ -148,7 +150,7 @@ def _details(error: BaseException) -> str:
 
 
 def _retry_after_ms(error: BaseException) -> int:
-    if isinstance(error, cluster_errors.SlowReader | cluster_errors.AnswerTooLarge):
+    if isinstance(error, _NEVER_RETRIED):
         return NEVER_RETRY_MS
     seconds = getattr(error, "retry_after_s", None)
     return 0 if seconds is None else max(1, round(1000 * seconds))

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.config import MESSAGE_BYTES, ClientConfig, Keepalive, is_loopback, split_address
+from cluster.config import LINK_MESSAGE_BYTES, MESSAGE_BYTES, ClientConfig, Keepalive, is_loopback, split_address
 from cluster.malformed import RefuseMalformed
 
 METADATA_BYTES = 8 * 1024
 Options = list[tuple[str, int | str]]
 
 
-def create_server(*, keepalive: Keepalive, max_streams: int) -> grpc.aio.Server:
+def create_server(*, keepalive: Keepalive, max_streams: int, message_bytes: int) -> grpc.aio.Server:
     """A server that survives quiet streams, cuts off hostile pingers and never shares its port silently."""
     # A stream more than the limit of requests, so that the refusal itself can be sent, and room for health watchers.
     streams = max_streams + 64
     options: Options = [
-        *_common(keepalive),
+        *_common(keepalive, message_bytes),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(keepalive.min_ping_interval_s)),
         ("grpc.max_concurrent_streams", streams),
         ("grpc.so_reuseport", 0),
@@ -43,7 +43,7 @@ def bind(server: grpc.aio.Server, listen: str) -> int:
 def open_link_channel(address: str, keepalive: Keepalive) -> grpc.aio.Channel:
     """A channel between our own processes. It shares no connection, so a fresh one dials at once."""
     options: Options = [
-        *_common(keepalive),
+        *_common(keepalive, LINK_MESSAGE_BYTES),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
@@ -54,7 +54,7 @@ def open_link_channel(address: str, keepalive: Keepalive) -> grpc.aio.Channel:
 def client_options(config: ClientConfig) -> Options:
     """Options of a client's channel, retries included: gRPC itself repeats a call until its first message arrives."""
     return [
-        *_common(config.keepalive),
+        *_common(config.keepalive, MESSAGE_BYTES),
         ("grpc.enable_retries", 1 if config.max_attempts > 1 else 0),
         ("grpc.service_config", json.dumps(_service_config(config))),
     ]
@@ -80,10 +80,10 @@ def _service_config(config: ClientConfig) -> dict[str, object]:
     return {"methodConfig": [method], "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.1}}
 
 
-def _common(keepalive: Keepalive) -> Options:
+def _common(keepalive: Keepalive, message_bytes: int) -> Options:
     return [
-        ("grpc.max_send_message_length", MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_send_message_length", message_bytes),
+        ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_metadata_size", METADATA_BYTES),
         ("grpc.keepalive_time_ms", _ms(keepalive.time_s)),
         ("grpc.keepalive_timeout_ms", _ms(keepalive.timeout_s)),

@@ -14,7 +14,7 @@ import grpc
 from cluster import control, generation, health
 from cluster.answers import model_to_proto
 from cluster.codec import NO_DEFAULTS
-from cluster.config import ReplicaConfig, join_address, split_address
+from cluster.config import LINK_MESSAGE_BYTES, ReplicaConfig, join_address, split_address
 from cluster.control import ControlServicer
 from cluster.generation import GenerationServicer
 from cluster.health import Health
@@ -108,7 +108,9 @@ class ReplicaServer:
         self._backend.connect(self._events)
         self._backend.on_engine_dead = lambda error: self._fail(error)
         # Made here: gRPC binds it to the running event loop.
-        server = self._server = create_server(keepalive=self._config.keepalive, max_streams=self._config.max_streams)
+        server = self._server = create_server(
+            keepalive=self._config.keepalive, max_streams=self._config.max_streams, message_bytes=LINK_MESSAGE_BYTES
+        )
         await self._add_services(server)
         port = bind(server, self._config.listen)
         host = self._config.advertise or split_address("listen", self._config.listen)[0]

@@ -10,7 +10,7 @@ import time
 import grpc
 
 from cluster import control, generation, health
-from cluster.config import RouterConfig, join_address, split_address
+from cluster.config import MESSAGE_BYTES, RouterConfig, join_address, split_address
 from cluster.control import ControlServicer
 from cluster.generation import GenerationServicer
 from cluster.health import Health
@@ -66,7 +66,9 @@ class RouterServer:
     async def start(self) -> None:
         """Listen, and dial the configured replicas."""
         # Made here: gRPC binds it to the running event loop.
-        server = self._server = create_server(keepalive=self._config.keepalive, max_streams=self._config.max_streams)
+        server = self._server = create_server(
+            keepalive=self._config.keepalive, max_streams=self._config.max_streams, message_bytes=MESSAGE_BYTES
+        )
         await self._add_services(server)
         port = bind(server, self._config.listen)
         self._address = join_address(split_address("listen", self._config.listen)[0], port)

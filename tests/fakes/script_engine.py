@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from worker.errors import (
@@ -33,8 +33,7 @@ TIERS = (64, 256, 1024, 4096)
 
 def script(prompt: Sequence[int], seed: int, choice: int, length: int) -> tuple[int, ...]:
     """The first `length` tokens of an answer: printable bytes, and the same for the same arguments anywhere."""
-    state = zlib.crc32(repr((tuple(prompt), seed, choice)).encode())
-    return tuple(FIRST_BYTE + 32 + ((state + 7919 * position) * 2654435761 >> 16) % 95 for position in range(length))
+    return _tokens(_script_state(prompt, seed, choice), range(length))
 
 
 def script_text(token_ids: Sequence[int]) -> str:
@@ -68,9 +67,16 @@ class ScriptKnobs:
 
 
 @dataclass(slots=True)
+class _Choice:
+    state: int
+    length: int
+    """Shortened when a stop token comes."""
+
+
+@dataclass(slots=True)
 class _Row:
     request: GenerateRequest
-    answers: list[tuple[int, ...]]
+    choices: list[_Choice]
     started_s: float | None = None
     first_token_s: float | None = None
     position: int = 0
@@ -124,7 +130,7 @@ class ScriptEngine:
         with self._lock:
             if len(self._waiting) >= self.knobs.max_waiting:
                 raise QueueFull(len(self._waiting), self.knobs.max_waiting, retry_after_s=0.05)
-            self._waiting.append(_Row(request, _answers(request, self.info)))
+            self._waiting.append(_Row(request, _choices(request, self.info)))
             self._lock.notify()
 
     def cancel(self, request_id: str) -> None:
@@ -136,7 +142,7 @@ class ScriptEngine:
     def load(self) -> LoadSnapshot:
         with self._lock:
             rows, waiting = list(self._rows.values()), list(self._waiting)
-        left = [len(row.answers) * (len(row.answers[0]) - row.position) for row in (*rows, *waiting)]
+        left = [max(0, one.length - row.position) for row in (*rows, *waiting) for one in row.choices]
         free = self.knobs.max_rows - len(rows)
         return LoadSnapshot(
             running=len(rows),
@@ -217,17 +223,20 @@ class ScriptEngine:
         if row.first_token_s is None:
             row.first_token_s = time.monotonic()
         events: list[EngineEvent] = [
-            self._delta(row, index, answer, start) for index, answer in enumerate(row.answers) if start < len(answer)
+            self._delta(row, index, choice, start) for index, choice in enumerate(row.choices) if start < choice.length
         ]
-        if all(row.position >= len(answer) for answer in row.answers):
+        if all(row.position >= choice.length for choice in row.choices):
             del self._rows[request.request_id]
         return events
 
-    def _delta(self, row: _Row, index: int, answer: tuple[int, ...], start: int) -> ChoiceDelta:
-        ids = answer[start : row.position]
-        has_ended = row.position >= len(answer)
+    def _delta(self, row: _Row, index: int, choice: _Choice, start: int) -> ChoiceDelta:
         params = row.request.sampling
-        stop_id = ids[-1] if has_ended and ids[-1] in params.stop_token_ids else None
+        ids = _tokens(choice.state, range(start, min(row.position, choice.length)))
+        stop_id = next((token_id for token_id in ids if token_id in params.stop_token_ids), None)
+        if stop_id is not None:
+            ids = ids[: ids.index(stop_id) + 1]
+            choice.length = start + len(ids)
+        has_ended = row.position >= choice.length
         logprobs = () if params.logprobs is None else tuple(_logprob(token_id, params.logprobs) for token_id in ids)
         self._num_tokens += len(ids)
         return ChoiceDelta(
@@ -303,17 +312,19 @@ def _check(request: GenerateRequest, info: EngineInfo) -> None:
     params.check_vocabulary(info.vocab_size)
 
 
-def _answers(request: GenerateRequest, info: EngineInfo) -> list[tuple[int, ...]]:
+def _choices(request: GenerateRequest, info: EngineInfo) -> list[_Choice]:
     params = request.sampling
     length = params.max_tokens or info.max_model_len - len(request.prompt_token_ids)
     seed = 0 if params.is_greedy else params.seed
-    answers = [script(request.prompt_token_ids, seed, choice, length) for choice in range(params.n)]
-    return [_stopped(answer, params.stop_token_ids) for answer in answers]
+    return [_Choice(_script_state(request.prompt_token_ids, seed, index), length) for index in range(params.n)]
 
 
-def _stopped(answer: tuple[int, ...], stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-    ends = [answer.index(token_id) for token_id in stop_token_ids if token_id in answer]
-    return answer[: min(ends) + 1] if ends else answer
+def _script_state(prompt: Sequence[int], seed: int, choice: int) -> int:
+    return zlib.crc32(repr((tuple(prompt), seed, choice)).encode())
+
+
+def _tokens(state: int, positions: Iterable[int]) -> tuple[int, ...]:
+    return tuple(FIRST_BYTE + 32 + ((state + 7919 * position) * 2654435761 >> 16) % 95 for position in positions)
 
 
 def _logprob(token_id: int, num_top: int) -> Logprob:

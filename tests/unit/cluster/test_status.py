@@ -38,6 +38,7 @@ EXAMPLES: list[tuple[Exception, grpc.StatusCode]] = [
     (cluster_errors.TooManyStreams(8), Code.RESOURCE_EXHAUSTED),
     (cluster_errors.SlowReader(8, "messages"), Code.RESOURCE_EXHAUSTED),
     (cluster_errors.AnswerTooLarge(8, 4), Code.RESOURCE_EXHAUSTED),
+    (cluster_errors.MessageTooLarge(8, 4), Code.RESOURCE_EXHAUSTED),
     (cluster_errors.MalformedMessage("GenerateRequest"), Code.INVALID_ARGUMENT),
     (cluster_errors.NotReady("starting"), Code.FAILED_PRECONDITION),
 ]
@@ -85,8 +86,13 @@ def test_only_backpressure_carries_a_time_to_come_back() -> None:
     assert status.status_of(worker_errors.Draining()).trailers == ()
 
 
-def test_a_slow_reader_and_an_answer_too_large_are_not_to_be_tried_again() -> None:
-    for error in (cluster_errors.SlowReader(1, "messages"), cluster_errors.AnswerTooLarge(2, 1)):
+def test_a_slow_reader_and_messages_that_are_too_large_are_not_to_be_tried_again() -> None:
+    slow, answer, request = (
+        cluster_errors.SlowReader(1, "messages"),
+        cluster_errors.AnswerTooLarge(2, 1),
+        cluster_errors.MessageTooLarge(2, 1),
+    )
+    for error in (slow, answer, request):
         assert status.status_of(error).trailers == (("grpc-retry-pushback-ms", "-1"),)
 
 
