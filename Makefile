@@ -61,7 +61,7 @@ clean: ## Remove the environment and everything built; the model stays in ~/.cac
 	find cluster worker protos bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 model: $(INSTALLED)
-	@$(BIN)/python -m worker.model.fetch smollm2-135m
+	@$(BIN)/python -m worker.model.fetch smollm2-135m >/dev/null
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@echo '==> installing graphpool and its dependencies (PyTorch is the large one)'

@@ -39,7 +39,7 @@ class PoolConfig:
     """A replica that is taken away may finish its requests for this long."""
     health_check_period_s: float = 1.0
     """Between two health checks of a replica."""
-    health_check_timeout_s: float = 5.0
+    health_check_timeout_s: float = 3.0
     """A check without an answer for this long counts as failed; three failures end the replica."""
     max_start_attempts: int = 3
     """Failed starts in a row before Serve gives up."""

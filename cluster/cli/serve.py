@@ -84,17 +84,19 @@ def serve(
 
 
 async def _serve(config: LocalPoolConfig) -> None:
+    from rich.markup import escape
+
     from cluster.cli.startup import StartupLines
     from cluster.local_pool import LocalPool
 
     with StartupLines() as lines:
-        lines.say(f"graphpool serves {config.worker.model} from {_replicas(config.num_replicas)}")
+        lines.say(f"graphpool serves {escape(config.worker.model)} from {_replicas(config.num_replicas)}")
         try:
             async with LocalPool(config, lines) as pool:
                 _say_ready(lines, pool.address)
                 await _tell_changes(pool, lines)
         except asyncio.CancelledError:
-            lines.done("stopped, no process left")
+            lines.done("stopped")
             raise
 
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 
 
@@ -41,14 +42,14 @@ class StartupLines:
             if what != self._shown:
                 self._console.print(f"  {self.elapsed_s:6.1f} s  {what} ...", markup=False)
         elif self._status is None:
-            self._status = self._console.status(what)
+            self._status = self._console.status(escape(what))
             self._status.start()
         else:
-            self._status.update(what)
+            self._status.update(escape(what))
         self._shown = what
 
     def done(self, what: str) -> None:
-        """Show that `what` is finished."""
+        """Show that `what`, in console markup, is finished."""
         self._stop_spinner()
         self._console.print(f"  [green]{self.elapsed_s:6.1f} s[/]  {what}")
 

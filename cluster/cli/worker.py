@@ -90,6 +90,8 @@ def worker(
 
 
 async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) -> None:
+    from rich.markup import escape
+
     from cluster.cli.startup import StartupLines
     from cluster.replica_process import ReplicaProcess
 
@@ -98,9 +100,9 @@ async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) ->
         process = await ReplicaProcess.open(engine, config, progress=lines.model_progress)
         info = process.engine.info
         lines.done(
-            f"{info.model}: {info.architecture}, {info.dtype} on {info.device}, up to {info.max_model_len} tokens"
+            f"{escape(info.model)}: {info.architecture}, {info.dtype} on {info.device}, up to {info.max_model_len} tokens"
         )
-        lines.done(f"ready at [bold]{process.server.address}[/] as {process.server.name}")
+        lines.done(f"ready at [bold]{process.server.address}[/] as {escape(process.server.name)}")
         lines.say(f'  try:  graphpool chat --address {process.server.address} "Why is the sky blue?"')
         try:
             await asyncio.Event().wait()
