@@ -58,9 +58,12 @@ class AttachSession:
             self._close()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         if self._over.done():
             self._over.result()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
 
     def hang_up(self) -> None:
         """Send what there is and end."""
@@ -89,11 +92,11 @@ class AttachSession:
         while (frame := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             kind = frame.WhichOneof("kind")
             if kind == "submit":
-                self._submit(frame.submit)
+                await self._submit(frame.submit)
             elif kind == "cancel":
                 self._cancel(frame.cancel.stream_id)
             elif kind == "hello":
-                log.info("router %s is attached", frame.hello.router)
+                log.info("router %.64r is attached", frame.hello.router)
 
     async def _write(self, context: Context) -> None:
         self._wake.set()
@@ -121,12 +124,16 @@ class AttachSession:
             if since_s is not None and time.monotonic() - since_s > self._config.write_timeout_s:
                 self._give_up(SlowReader(round(1000 * self._config.write_timeout_s), "milliseconds"))
 
-    def _submit(self, submit: replica_pb2.Submit) -> None:
+    async def _submit(self, submit: replica_pb2.Submit) -> None:
         stream_id = submit.stream_id
         if stream_id in self._streams or stream_id in self._starting or submit.WhichOneof("request") is None:
             self._give_up(MalformedMessage("Submit"))
             return
-        self._starting[stream_id] = self._loop.create_task(self._open(submit))
+        if submit.ByteSize() <= self._config.inline_text_bytes:
+            # Nothing in it waits: a task would only cost the first token a turn of the event loop.
+            await self._open(submit)
+        else:
+            self._starting[stream_id] = self._loop.create_task(self._open(submit))
 
     async def _open(self, submit: replica_pb2.Submit) -> None:
         stream_id = submit.stream_id

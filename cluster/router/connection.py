@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import grpc
 
 from cluster.config import RouterConfig
+from cluster.status import status_of
 from cluster.transport import open_link_channel
 from protos import replica_pb2, replica_pb2_grpc
 
@@ -54,8 +55,8 @@ class Connection:
                 call.cancel()
                 for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            return await self._reason(call)
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+            return await self._reason(call, results)
         finally:
             await self.channel.close(None)
 
@@ -87,11 +88,16 @@ class Connection:
                 self.is_silent = True
                 return
 
-    async def _reason(self, call: AttachCall) -> str:
+    async def _reason(self, call: AttachCall, results: Sequence[BaseException | bool | None]) -> str:
         if self.is_silent:
             return f"nothing was heard for {self._config.silence_timeout_s:.1f} s"
         if self._closing.is_set():
             return "closed"
+        for result in results:
+            if isinstance(result, TimeoutError):
+                return f"no first frame in {self._config.connect_timeout_s:.1f} s"
+            if isinstance(result, Exception):
+                return f"{status_of(result).details} in the router"
         with contextlib.suppress(asyncio.CancelledError):
             return f"{(await call.code()).name}: {await call.details()}"
         return "cancelled"

@@ -81,7 +81,7 @@ class Pool:
         answering = self._answering[request.request_id] = Answering(timeout_s)
         self._idle.clear()
         try:
-            refused: set[Link] = set()
+            refused: set[str] = set()
             for attempt in range(1, self._config.placement_budget + 1):
                 link = await self._place(request, answering, refused)
                 stream = self._open(link, request, attempt, answering)
@@ -93,7 +93,8 @@ class Pool:
                     may_repeat = attempt < self._config.placement_budget and not answering.has_started
                     if not may_repeat or not _is_loss(error):
                         raise
-                    refused.add(link)
+                    if isinstance(error, RemoteError):
+                        refused.add(link.incarnation)
                 finally:
                     stream.close()
         finally:
@@ -187,7 +188,7 @@ class Pool:
             self.fail_all(Draining())
             await self.wait_idle(CUT_OFF_S)
 
-    async def _place(self, request: AnyRequest, answering: Answering, refused: set[Link]) -> Link:
+    async def _place(self, request: AnyRequest, answering: Answering, refused: set[str]) -> Link:
         links = await self._ready(request.model, answering, refused)
         cost = sum(_cost(request, links[0]))
         return links[self._policy([link.candidate for link in links], cost)]
@@ -204,12 +205,12 @@ class Pool:
         answering.placed(stream)
         return stream
 
-    async def _ready(self, model: str, answering: Answering, refused: set[Link]) -> list[Link]:
+    async def _ready(self, model: str, answering: Answering, refused: set[str]) -> list[Link]:
         """Ready replicas of the model, at least one; waits for it if need be."""
         give_up_s = time.monotonic() + self._config.wait_for_replica_s
         while True:
             answering.check()
-            ready = [link for link in self._membership.links if link.is_ready and link not in refused]
+            ready = [link for link in self._membership.links if link.is_ready and link.incarnation not in refused]
             links = [link for link in ready if not model or (link.model and link.model.name == model)]
             if links:
                 return links
@@ -228,7 +229,7 @@ class Pool:
 
     async def _ask(self, model: str, call: Callable[[Link], Awaitable[T]]) -> T:
         """A call that any replica can answer."""
-        refused: set[Link] = set()
+        refused: set[str] = set()
         for attempt in range(1, self._config.placement_budget + 1):
             link = (await self._ready(model, Answering(None), refused))[0]
             try:
@@ -236,7 +237,7 @@ class Pool:
             except RemoteError as error:
                 if attempt == self._config.placement_budget or not _is_loss(error):
                     raise
-                refused.add(link)
+                refused.add(link.incarnation)
         raise AssertionError("the budget is at least one")
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from cluster.config import ReplicaConfig, from_mapping
 from cluster.replica.events import EventFanout
@@ -45,11 +45,11 @@ class ReplicaProcess:
         await self.process.wait()
 
 
-async def spawn_replica(config: dict[str, object], knobs: dict[str, object] | None = None) -> ReplicaProcess:
+async def spawn_replica(config: Mapping[str, object], knobs: Mapping[str, object] | None = None) -> ReplicaProcess:
     """Start one and wait until it listens."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.fakes.replica_process"),
-        *("--config", json.dumps(config), "--knobs", json.dumps(knobs or {})),
+        *("--config", json.dumps(dict(config)), "--knobs", json.dumps(dict(knobs or {}))),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
@@ -61,7 +61,7 @@ async def spawn_replica(config: dict[str, object], knobs: dict[str, object] | No
 
 @contextlib.asynccontextmanager
 async def replica_process(
-    config: dict[str, object], knobs: dict[str, object] | None = None
+    config: Mapping[str, object], knobs: Mapping[str, object] | None = None
 ) -> AsyncIterator[ReplicaProcess]:
     """One for the length of a block."""
     replica = await spawn_replica(config, knobs)
