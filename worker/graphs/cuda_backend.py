@@ -77,12 +77,10 @@ class CudaCapture:
 
     def is_usable(self, pool: PoolHandle, generators: Sequence[torch.Generator] = ()) -> bool:
         """Capture one operation into the pool; this also takes the generators out of a capture that broke."""
-        probe = torch.zeros(1, device=self.device)
-        try:
-            self.capture(lambda: probe + 1, pool=pool, generators=generators).reset()
-        except RuntimeError:
-            return False
-        return True
+        if self._can_capture(pool, generators):
+            return True
+        self._can_capture(self.new_pool(), generators)
+        return False
 
     def memory(self) -> MemoryReading:
         """As the driver and torch's allocator report it."""
@@ -101,6 +99,14 @@ class CudaCapture:
         """Order the current stream after `stream`, with an event."""
         assert isinstance(stream, torch.cuda.Stream)
         torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def _can_capture(self, pool: PoolHandle, generators: Sequence[torch.Generator]) -> bool:
+        probe = torch.zeros(1, device=self.device)
+        try:
+            self.capture(lambda: probe + 1, pool=pool, generators=generators).reset()
+        except RuntimeError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def _on_capture_stream(self) -> Iterator[None]:

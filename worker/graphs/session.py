@@ -12,7 +12,7 @@ from typing import Literal
 
 from worker.graphs.captured import CapturedGraph
 from worker.graphs.dispatcher import Dispatcher
-from worker.graphs.errors import CaptureError, CaptureOutOfMemory
+from worker.graphs.errors import CaptureError, CaptureOutOfMemory, OtherThreadCall
 from worker.graphs.gc_freeze import frozen_gc
 from worker.graphs.key import GraphKey, Phase
 from worker.graphs.plan import CapturePlan, SizeOf, at_least_as_large, size_by_shape
@@ -21,6 +21,7 @@ from worker.graphs.progress import CaptureProgress, CaptureStage
 from worker.graphs.recorder import MIN_WARMUP_STEPS, GraphRecorder
 from worker.graphs.region import CaptureRegion
 from worker.graphs.self_check import CheckResult, SelfCheck
+from worker.graphs.traps import diagnose
 from worker.load import GraphReadiness
 
 RegionOf = Callable[[GraphKey], CaptureRegion]
@@ -158,7 +159,7 @@ class CaptureSession:
     def recheck(self, key: GraphKey) -> CheckResult:
         """Compare a graph in service with eager again; one that disagrees is quarantined. Waits for the device."""
         assert self._self_check is not None, "the session has no self-check"
-        self._checks[key] = result = self._self_check.check(self._graphs[key])
+        self._checks[key] = result = self._compared(self._self_check, self._graphs[key])
         if not result.is_equal:
             self._quarantine(key, result)
         return result
@@ -185,7 +186,7 @@ class CaptureSession:
         region = self._region_of(key)
         try:
             graph = self.recorder.capture(key, region)
-        except CaptureOutOfMemory as error:
+        except (CaptureOutOfMemory, OtherThreadCall) as error:
             if error.__cause__ is None:  # the cap, not the device: trying again would not help
                 raise
             _free_frames(error)
@@ -193,12 +194,21 @@ class CaptureSession:
             graph = self.recorder.capture(key, region)
         self._graphs[key] = graph
         if self._self_check is not None:
-            self._checks[key] = result = self._self_check.check(graph)
+            self._checks[key] = result = self._compared(self._self_check, graph)
             if not result.is_equal:
                 self._quarantine(key, result)
                 return CaptureStage.QUARANTINED, result.detail
         self.dispatcher.add(key)
         return CaptureStage.CAPTURED, ""
+
+    def _compared(self, self_check: SelfCheck, graph: CapturedGraph) -> CheckResult:
+        try:
+            return self_check.check(graph)
+        except RuntimeError as error:
+            explained = diagnose(error, stage="replay", key=str(graph.key))
+            if explained is None:
+                raise
+            raise explained from error
 
     def _quarantine(self, key: GraphKey, result: CheckResult) -> None:
         self._lost.add(key)
@@ -237,6 +247,9 @@ class CaptureSession:
         self._lost.add(key)
         self.dispatcher.drop(key, reason)
         self.recorder.forget(key)
+        graph = self._graphs.pop(key, None)
+        if graph is not None:
+            self.recorder.release(graph)
         self._work = deque(work for work in self._work if work[1] != key)
 
     def _report(self, key: GraphKey, stage: CaptureStage, detail: str, seconds: float, taken: int) -> CaptureProgress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -62,7 +63,7 @@ class _Evidence:
     @property
     def is_refusal(self) -> bool:
         """CUDA refused a call because the stream is capturing, or because an earlier call was refused."""
-        return self.says("stream is capturing", "streamcapture", "previous error during capture", "during capture")
+        return self.says("stream is capturing", "streamcapture", "during capture", "during cuda graph capture")
 
 
 def diagnose(error: BaseException, *, stage: Stage, key: str = "") -> GraphError | None:
@@ -117,8 +118,12 @@ _FAULTS = (
 _COMPILERS = ("/triton/", "/torch/_inductor/", "/torch/_dynamo/", "/torch/utils/cpp_extension")
 
 
+_BRANCH = re.compile(r"\b(if|elif|while|assert|not|bool)\b")
+_READ = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|nonzero)\(")
+
+
 def _branches_on_a_value(evidence: _Evidence) -> bool:
-    return evidence.is_refusal and evidence.source.startswith(("if ", "elif ", "while ", "assert ", "bool("))
+    return evidence.is_refusal and bool(_BRANCH.search(evidence.source)) and not _READ.search(evidence.source)
 
 
 def _allocates(evidence: _Evidence) -> bool:
@@ -135,10 +140,10 @@ _RULES: tuple[tuple[Callable[[_Evidence], bool], type[GraphError]], ...] = (
         lambda it: it.says("driver version is insufficient", "initialization error", "forward compat"),
         errors.DriverTooOld,
     ),
-    (lambda it: it.says("cuda generator", "offset increment", "register_generator"), errors.UnregisteredRandomness),
+    (lambda it: it.is_refusal and it.passed(*_COMPILERS), errors.FirstUseInRegion),
+    (lambda it: it.says("cuda generator", "cudagenerator", "offset increment"), errors.UnregisteredRandomness),
     (lambda it: it.says("capturable=false", "capturable=true"), errors.OptimizerInRegion),
     (lambda it: it.is_refusal and it.passed("/torch/optim/"), errors.OptimizerInRegion),
-    (lambda it: it.is_refusal and it.passed(*_COMPILERS), errors.FirstUseInRegion),
     (lambda it: it.says("status_not_initialized", "cublascreate", "cudnncreate"), errors.FirstUseInRegion),
     (lambda it: it.says("unjoined", "isolation", "capture_unmatched", "was merged"), errors.UnjoinedStream),
     (lambda it: it.says("streamcaptureimplicit", "legacy stream", "implicit dependency"), errors.OtherThreadCall),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from worker.graphs.captured import CapturedGraph
 from worker.graphs.dispatcher import Dispatcher, Miss, MissReason
 from worker.graphs.errors import DeviceFault, HostSyncInRegion
 from worker.graphs.fake_backend import FakeCapture
@@ -18,7 +19,7 @@ from worker.graphs.pool import GraphPool
 from worker.graphs.precheck import Precheck, precheck_region
 from worker.graphs.progress import CaptureBar, CaptureProgress, CaptureStage, describe
 from worker.graphs.region import CaptureRegion
-from worker.graphs.self_check import SelfCheck
+from worker.graphs.self_check import CheckResult, SelfCheck
 from worker.graphs.session import CaptureSession, SessionOptions
 from worker.load import GraphReadiness
 
@@ -198,8 +199,16 @@ def test_memory_stuck_over_the_cap_is_won_back_by_capturing_again() -> None:
     assert set(running.dispatcher.dropped) == {keys[1]}
 
 
-def test_a_temporary_lack_of_memory_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: operation failed due to a previous error during capture"),
+    ],
+    ids=["memory", "another thread"],
+)
+def test_what_may_pass_is_tried_once_more(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [failure]
     original = FakeCapture.capture
 
     def capture(self: FakeCapture, run: Callable[[], Any], **options: Any) -> Any:
@@ -267,6 +276,23 @@ def test_a_graph_that_disagrees_with_eager_is_quarantined_named_and_released() -
     assert miss.reason is MissReason.QUARANTINED
     assert running.checks[bad].is_equal is False
     assert running.readiness is GraphReadiness.PARTIAL
+
+
+def test_a_check_that_runs_out_of_memory_drops_the_key_and_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    big = PLAN.keys[0]
+    original = SelfCheck.check
+
+    def check(self: SelfCheck, graph: CapturedGraph) -> CheckResult:
+        if graph.key == big:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self, graph)
+
+    monkeypatch.setattr(SelfCheck, "check", check)
+    running = session(self_check=SelfCheck())
+    finish(running)
+    assert big in running.dispatcher.dropped
+    assert big not in running.graphs
+    assert running.graphs
 
 
 def test_a_graph_in_service_can_be_checked_again() -> None:

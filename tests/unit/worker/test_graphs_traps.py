@@ -72,6 +72,7 @@ def test_the_twelve_traps_have_errors_of_their_own() -> None:
         ("CUDA error: operation failed due to a previous error during capture", errors.OtherThreadCall),
         ("cudaErrorStreamCaptureImplicit: disallowed implicit dependency", errors.OtherThreadCall),
         ("Attempt to increase offset for a CUDA generator not in capture mode.", errors.UnregisteredRandomness),
+        ("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.", errors.UnregisteredRandomness),
         ("Offset increment outside graph capture encountered unexpectedly.", errors.UnregisteredRandomness),
         ("CUDA error: out of memory", errors.CaptureOutOfMemory),
         ("CUDA error: an illegal memory access was encountered", errors.DeviceFault),
@@ -96,6 +97,8 @@ def test_a_message_of_cuda_or_torch_is_explained(message: str, expected: type[Gr
     [
         ("model.py", "if fail(): pass", errors.ControlFlowOnValues),
         ("model.py", "x = 1\nwhile fail(): pass", errors.ControlFlowOnValues),
+        ("model.py", "y = 1 if fail() else 2", errors.ControlFlowOnValues),
+        ("model.py", "y = 1 if fail('x.item()') else 2", errors.HostSyncInRegion),
         ("model.py", "fail('pin_memory')", errors.AllocatorInRegion),
         ("/site-packages/triton/runtime/jit.py", "fail()", errors.FirstUseInRegion),
         ("/site-packages/torch/_inductor/compile_fx.py", "fail()", errors.FirstUseInRegion),

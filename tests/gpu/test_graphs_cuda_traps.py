@@ -1,0 +1,358 @@
+"""What CUDA itself does at each trap, and that a failed capture leaves the process able to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worker.graphs.cuda_backend import CudaCapture
+from worker.graphs.dispatcher import Dispatcher
+from worker.graphs.errors import (
+    AllocatorInRegion,
+    CaptureError,
+    CaptureOutOfMemory,
+    ControlFlowOnValues,
+    DataDependentShape,
+    FirstUseInRegion,
+    GraphError,
+    HostSyncInRegion,
+    OtherThreadCall,
+    UnjoinedStream,
+    UnregisteredRandomness,
+)
+from worker.graphs.key import GraphKey
+from worker.graphs.plan import enumerate_keys, plan_captures
+from worker.graphs.pool import GraphPool
+from worker.graphs.precheck import precheck_region
+from worker.graphs.recorder import GraphRecorder
+from worker.graphs.region import CaptureRegion
+from worker.graphs.self_check import SelfCheck
+from worker.graphs.session import CaptureSession
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+else:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def add_one(x, y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803 - Triton's convention
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+
+class Switch:
+    """Does one thing in warm-up and another at capture, as a region does that was not warmed up properly."""
+
+    def __init__(self, warm: Callable[[], Any], capture: Callable[[], Any]) -> None:
+        self.warm = warm
+        self.capture = capture
+
+    def __call__(self) -> Any:
+        return self.capture() if torch.cuda.is_current_stream_capturing() else self.warm()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.arange(1.0, 5.0, device="cuda")
+
+
+@pytest.fixture
+def recorder() -> Iterator[GraphRecorder]:
+    made = GraphRecorder(GraphPool(CudaCapture()))
+    yield made
+    made.pool.close()
+
+
+def attempt(recorder: GraphRecorder, run: Callable[[], Any], name: str = "attempt", **region: Any) -> Any:
+    """Warm up without looking for traps, then capture: CUDA has the word."""
+    key, built = GraphKey("decode", 0, 4, name), CaptureRegion(run=run, **region)
+    recorder.warm_up(key, built, check=False)
+    return recorder.capture(key, built)
+
+
+def assert_the_process_is_well(recorder: GraphRecorder, x: Tensor) -> None:
+    """Eager work, random numbers, pinned memory, old and new graphs of the same pool all work."""
+    assert torch.rand(8, device="cuda").std() > 0
+    assert torch.dropout(torch.ones(64, device="cuda"), 0.5, True).unique().tolist() == [0, 2]
+    assert torch.empty(1000).pin_memory().is_pinned()
+    for number in range(3):
+        graph = attempt(recorder, lambda: torch.relu(x) + 1 + torch.rand_like(x) * 0, f"after {number}")
+        assert graph.replay().clone().tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda x: x.sum().item(), HostSyncInRegion),
+        (lambda x: x.cpu(), HostSyncInRegion),
+        (lambda x: torch.tensor([1.0, 2.0], device="cuda") + x[:2], HostSyncInRegion),
+        (lambda x: x + 1 if x.sum() > 0 else x, ControlFlowOnValues),
+        (lambda x: x[x > 2], HostSyncInRegion),
+        (lambda x: x.nonzero(), HostSyncInRegion),
+        (lambda x: torch.cuda.current_stream().synchronize(), HostSyncInRegion),
+        (lambda x: torch.cuda.synchronize(), HostSyncInRegion),
+    ],
+)
+def test_a_wait_of_the_host_is_refused_by_cuda_explained_and_survived(
+    recorder: GraphRecorder, x: Tensor, run: Callable[[Tensor], Any], expected: type[CaptureError]
+) -> None:
+    old = attempt(recorder, lambda: x * 3, "old")
+    with pytest.raises(expected) as caught:
+        attempt(recorder, lambda: run(x))
+    assert "test_graphs_cuda_traps.py" in caught.value.where
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert old.replay().clone().tolist() == [3, 6, 9, 12]
+    assert_the_process_is_well(recorder, x)
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda x: x.cpu(), HostSyncInRegion),
+        (lambda x: x.to("cpu"), HostSyncInRegion),
+        (lambda x: torch.ones(2).to("cuda"), HostSyncInRegion),
+        (lambda x: torch.ones(2).pin_memory(), AllocatorInRegion),
+        (lambda x: x.copy_(torch.ones(4)), HostSyncInRegion),
+        (lambda x: x[x > 2], DataDependentShape),
+        (lambda x: torch.cuda.synchronize(), HostSyncInRegion),
+        (lambda x: torch.cuda.empty_cache(), AllocatorInRegion),
+        (lambda x: nn.functional.dropout(x, 0.5, training=True), UnregisteredRandomness),
+    ],
+)
+def test_the_pre_check_finds_it_before_cuda_does(x: Tensor, run: Callable[[Tensor], Any], expected: type) -> None:
+    report = precheck_region(CaptureRegion(run=lambda: run(x), inputs={"x": x}))
+    assert expected in {type(finding) for finding in report.findings}
+
+
+def test_a_pinned_copy_without_waiting_is_legitimate(recorder: GraphRecorder, x: Tensor) -> None:
+    host = torch.ones(4).pin_memory()
+    region = CaptureRegion(run=lambda: x + host.to("cuda", non_blocking=True), inputs={"x": x})
+    assert precheck_region(region).findings == ()
+    graph = attempt(recorder, region.run)
+    host.fill_(10)
+    assert graph.replay().clone().tolist() == [11, 12, 13, 14], "the copy is a node of the graph"
+
+
+def test_an_unregistered_generator_is_refused_or_advanced(recorder: GraphRecorder, x: Tensor) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    try:
+        graph = attempt(recorder, lambda: torch.rand(4, device="cuda", generator=generator))
+    except UnregisteredRandomness:
+        pass  # torch 2.11
+    else:
+        assert not torch.equal(graph.replay().clone(), graph.replay().clone())
+    assert_the_process_is_well(recorder, x)
+
+
+def test_a_registered_generator_draws_what_eager_draws(recorder: GraphRecorder) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    graph = attempt(recorder, lambda: torch.rand(1000, device="cuda", generator=generator), generators=(generator,))
+    for seed in (7, 8, 7):
+        generator.manual_seed(seed)
+        twin = torch.Generator("cuda").manual_seed(seed)
+        drawn = [graph.replay().clone() for _ in range(3)]
+        assert not torch.equal(drawn[0], drawn[1])
+        for numbers in drawn:
+            assert torch.equal(numbers, torch.rand(1000, device="cuda", generator=twin))
+
+
+def test_dropout_stays_random_over_replays(recorder: GraphRecorder) -> None:
+    ones = torch.ones(4096, device="cuda")
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    key = GraphKey("decode", 0, 1, "dropout")
+    region = CaptureRegion(run=lambda: nn.functional.dropout(ones, 0.5, training=True), generators=(default,))
+    recorder.warm_up(key, region)
+    graph = recorder.capture(key, region)
+    masks = [graph.replay().clone() for _ in range(4)]
+    assert len({tuple(mask[:64].tolist()) for mask in masks}) == 4
+    assert all(abs(float(mask.mean()) - 1) < 0.1 for mask in masks)
+
+
+def test_the_self_check_covers_random_regions(recorder: GraphRecorder, x: Tensor) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    graph = attempt(
+        recorder,
+        lambda: x + torch.rand(4, device="cuda", generator=generator),
+        inputs={"x": x},
+        generators=(generator,),
+    )
+    assert SelfCheck(num_rounds=3).check(graph).is_equal
+
+
+def call_from_another_thread(call: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0] if results else None
+
+
+def test_another_threads_copies_and_allocations_do_not_disturb_a_capture(recorder: GraphRecorder, x: Tensor) -> None:
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def busy() -> None:
+        try:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                while not stop.is_set():
+                    host = torch.randn(100_000).pin_memory()
+                    device = host.to("cuda", non_blocking=True)
+                    (device * 2).to("cpu")
+                    stream.synchronize()
+                    torch.cuda.mem_get_info()
+        except BaseException as error:  # noqa: BLE001 - reported by the test
+            errors.append(error)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        graphs = [attempt(recorder, lambda: torch.relu(x) + 1, f"busy {number}") for number in range(50)]
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+    for graph in graphs:
+        assert graph.replay().clone().tolist() == [2, 3, 4, 5]
+
+
+def test_the_error_mode_decides_whether_another_threads_allocation_ends_a_capture(x: Tensor) -> None:
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+
+    def region() -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            call_from_another_thread(lambda: runtime.cudaMalloc(1 << 20))
+        return x + 1
+
+    tolerant = GraphRecorder(GraphPool(CudaCapture(error_mode="thread_local")))
+    assert attempt(tolerant, region).replay().clone().tolist() == [2, 3, 4, 5]
+    strict = GraphRecorder(GraphPool(CudaCapture(error_mode="global")))
+    with pytest.raises(OtherThreadCall):
+        attempt(strict, region)
+    assert_the_process_is_well(strict, x)
+
+
+def test_a_device_wide_wait_of_another_thread_never_leaves_half_a_graph(recorder: GraphRecorder, x: Tensor) -> None:
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):  # refused while the capture runs
+            torch.cuda.synchronize()
+
+    def region() -> Tensor:
+        y = x + 1
+        if torch.cuda.is_current_stream_capturing():
+            call_from_another_thread(wait)
+        return y * 2
+
+    try:
+        graph = attempt(recorder, region)
+    except GraphError:
+        pass
+    else:
+        assert graph.replay().clone().tolist() == [4, 6, 8, 10]
+    assert_the_process_is_well(recorder, x)
+
+
+def test_work_left_on_another_stream_is_named(recorder: GraphRecorder, x: Tensor) -> None:
+    side = torch.cuda.Stream()
+
+    def forked(*, joins: bool) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = x + 1
+            if joins:
+                torch.cuda.current_stream().wait_stream(side)
+            return y
+
+        return run
+
+    assert attempt(recorder, forked(joins=True), "joined").replay().clone().tolist() == [2, 3, 4, 5]
+    with pytest.raises(UnjoinedStream):
+        attempt(recorder, forked(joins=False))
+    torch.cuda.synchronize()
+    assert_the_process_is_well(recorder, x)
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_a_triton_kernel_compiled_during_capture_is_refused_and_fine_when_warm(
+    recorder: GraphRecorder, x: Tensor
+) -> None:
+    def kernel() -> Tensor:
+        y = torch.empty_like(x)
+        add_one[(1,)](x, y, 4, BLOCK=64)
+        return y
+
+    with pytest.raises(FirstUseInRegion):
+        attempt(recorder, Switch(warm=lambda: x + 1, capture=kernel))
+    assert attempt(recorder, kernel, "warm").replay().clone().tolist() == [2, 3, 4, 5]
+    assert_the_process_is_well(recorder, x)
+
+
+def test_a_compilation_by_torch_compile_during_capture_is_refused(recorder: GraphRecorder, x: Tensor) -> None:
+    compiled = torch.compile(lambda y: y * 2 + 1, backend="eager")
+    with pytest.raises(FirstUseInRegion):
+        attempt(recorder, Switch(warm=lambda: x + 1, capture=lambda: compiled(x)))
+    assert_the_process_is_well(recorder, x)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[int]:
+    """About 1 GiB for this process, in bytes."""
+    torch.cuda.empty_cache()
+    limit = 1 << 30
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction((limit + torch.cuda.memory_reserved()) / total)
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def test_a_capture_out_of_memory_is_explained_and_survived(
+    recorder: GraphRecorder, x: Tensor, little_memory: int
+) -> None:
+    huge = Switch(warm=lambda: x, capture=lambda: torch.empty(2 * little_memory, dtype=torch.uint8, device="cuda"))
+    with pytest.raises(CaptureOutOfMemory):
+        attempt(recorder, huge)
+    assert_the_process_is_well(recorder, x)
+
+
+def test_a_session_drops_the_buckets_that_do_not_fit(little_memory: int) -> None:
+    row_bytes, dispatcher = little_memory // 16, Dispatcher()
+
+    def region_of(key: GraphKey) -> CaptureRegion:
+        x = torch.zeros(key.bucket, 1, device="cuda")
+        return CaptureRegion(run=lambda: (x.expand(-1, row_bytes // 4) + 1).sum(dim=1), inputs={"x": x})
+
+    plan = plan_captures(enumerate_keys(tiers=(1,), decode_buckets=(1, 2, 4, 8, 16, 32)))
+    session = CaptureSession(
+        plan, region_of, pool=GraphPool(CudaCapture()), dispatcher=dispatcher, self_check=SelfCheck()
+    )
+    session.run()
+    captured = sorted(key.bucket for key in session.graphs)
+    assert captured[:3] == [1, 2, 4]
+    assert 32 not in captured
+    assert {key.bucket for key in dispatcher.dropped} == {1, 2, 4, 8, 16, 32} - set(captured)
+    assert session.graphs[GraphKey("decode", 1, 4)].replay().clone().shape == (4,)
+    session.close()
+
+
+def test_a_cap_is_kept() -> None:
+    x = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    capped = GraphRecorder(GraphPool(CudaCapture(), max_bytes=32 << 20))
+    with pytest.raises(CaptureOutOfMemory, match="cap is"):
+        attempt(capped, lambda: x + 1)
+    before = torch.cuda.memory_reserved()
+    assert capped.pool.used_bytes == 0
+    small = attempt(capped, lambda: x[:1000] + 1, "small")
+    assert small.replay().clone().unique().tolist() == [1]
+    assert torch.cuda.memory_reserved() - before <= 32 << 20
