@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from cluster.process_census import ProcessCensus
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Ray's least: nothing of ours goes through its object store."""
@@ -37,6 +40,8 @@ ENVIRONMENT = {
 
 def prepare_environment() -> None:
     """Set what Ray and gRPC read when they are imported, here and in every process started from here."""
+    if "grpc" in sys.modules and "GRPC_ENABLE_FORK_SUPPORT" not in os.environ:
+        log.warning("gRPC was imported before GRPC_ENABLE_FORK_SUPPORT=0 was set: Ray may hang when it starts")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Ray reads the token once in a process, so every pool of this process shares it.
