@@ -27,23 +27,16 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     through for its own kind.
     """
 
-    def __init__(self) -> None:
-        self._wrapped: dict[str, Handler] = {}
-
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """The method's handler with its parser and its behaviour replaced; made once a method."""
-        method: str = handler_call_details.method
-        wrapped = self._wrapped.get(method)
-        if wrapped is None:
-            handler = await continuation(handler_call_details)
-            if handler is None or not _can_wrap(handler):
-                return handler
-            wrapped = self._wrapped[method] = _tolerant(handler)
-        return wrapped
+        """The method's handler with its parser and its behaviour replaced."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not _can_wrap(handler):
+            return handler
+        return _tolerant(handler)
 
 
 def _can_wrap(handler: Handler) -> bool:

@@ -76,7 +76,7 @@ class ReplicaServer:
         self._announcer = Announcer(self._announcement, period_s=config.announce_period_s, keepalive=config.keepalive)
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stopped = asyncio.Event()
+        self._over = asyncio.Event()
 
     @property
     def address(self) -> str:
@@ -149,11 +149,10 @@ class ReplicaServer:
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
         self._texts.close()
-        self._stopped.set()
 
     async def wait_stopped(self) -> None:
-        """Return once `stop` is through."""
-        await self._stopped.wait()
+        """Return once the replica is STOPPED or FAILED: a drain may have been asked for over the control service."""
+        await self._over.wait()
 
     async def _add_services(self, server: grpc.aio.Server) -> None:
         replica_pb2_grpc.add_ReplicaServiceServicer_to_server(self._attach, server)
@@ -198,6 +197,8 @@ class ReplicaServer:
         task.add_done_callback(self._tasks.discard)
 
     def _state_changed(self) -> None:
+        if self._lifecycle.state in (State.STOPPED, State.FAILED):
+            self._over.set()
         self._health.set_serving(self._lifecycle.state is State.READY)
         self._announcer.announce_change()
 

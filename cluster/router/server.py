@@ -51,7 +51,6 @@ class RouterServer:
         self._generation = GenerationServicer(self._pool, max_streams=config.max_streams)
         self._server: grpc.aio.Server | None = None
         self._address = ""
-        self._stopped = asyncio.Event()
 
     @property
     def address(self) -> str:
@@ -88,11 +87,6 @@ class RouterServer:
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
         await self._membership.stop()
-        self._stopped.set()
-
-    async def wait_stopped(self) -> None:
-        """Return once `stop` is through."""
-        await self._stopped.wait()
 
     async def wait_ready(self, num_replicas: int = 1, *, timeout_s: float) -> None:
         """Wait until so many replicas are ready. Raises TimeoutError."""

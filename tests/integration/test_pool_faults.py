@@ -183,6 +183,7 @@ async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new() ->
         late = [await pool.client.generate(PROMPT, max_tokens=3) for _ in range(6)]
         early = await asyncio.gather(*streams)
         await drain
+        await asyncio.wait_for(leaving.server.wait_stopped(), 1)
         assert leaving.server.state is State.STOPPED
         assert leaving.failures == []
     assert [ids(pieces) for pieces in early] == [script(PROMPT, seed, 0, 100) for seed in range(8)]

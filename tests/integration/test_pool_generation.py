@@ -21,12 +21,13 @@ from cluster.client import (
     NotFound,
     ResourceExhausted,
     SamplingOptions,
+    Unavailable,
 )
-from cluster.config import ReplicaConfig
+from cluster.config import ClientConfig, ReplicaConfig
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 from tests.fakes.script_engine import CONTROL_IDS, ScriptKnobs, script, script_text
-from tests.fakes.script_pool import FAST, ONE_TRY, ScriptPool, script_pool
+from tests.fakes.script_pool import FAST, ONE_TRY, ScriptPool, script_pool, start_replica
 from worker.request import FinishReason
 
 PROMPT = (10, 20, 30)
@@ -248,6 +249,33 @@ async def test_a_client_comes_back_when_it_was_told_to() -> None:
         running.cancel()
         waiting.cancel()
     assert answer.token_ids == script(PROMPT, 1, 0, 3)
+
+
+async def test_an_answer_too_large_for_one_message_is_refused_once_and_can_be_streamed() -> None:
+    knobs = ScriptKnobs(step_s=0.002, tokens_per_step=200, max_model_len=100_000)
+    async with script_pool(knobs=knobs) as pool, AsyncGraphpoolClient(pool.router.address) as patient:
+        with pytest.raises(ResourceExhausted, match="stream it instead") as caught:
+            await patient.generate(PROMPT, max_tokens=24_000, logprobs=20)
+        assert caught.value.retry_after_s is None
+        pieces = await read(patient.stream(PROMPT, max_tokens=24_000, logprobs=20))
+    assert sum(len(piece.token_ids) for piece in pieces) == 24_000
+
+
+async def test_a_client_tries_again_while_nobody_is_there_and_not_after_the_first_piece() -> None:
+    config = ClientConfig(max_attempts=5, backoff_min_s=0.2)
+    knobs = ScriptKnobs(step_s=0.005)
+    async with script_pool(0, router=replace(FAST, wait_for_replica_s=0.0)) as pool:
+        client = AsyncGraphpoolClient(pool.router.address, config)
+        answer = asyncio.create_task(client.generate(PROMPT, max_tokens=5, seed=1))
+        await asyncio.sleep(0.1)
+        one = await start_replica(ReplicaConfig(routers=(pool.router.address,)), knobs)
+        assert (await answer).token_ids == script(PROMPT, 1, 0, 5)
+        stream = client.stream(PROMPT, max_tokens=3000)
+        await anext(stream)
+        await one.stop()
+        with pytest.raises(Unavailable):
+            await read(stream)
+        await client.close()
 
 
 async def test_a_router_takes_no_more_streams_than_it_may() -> None:

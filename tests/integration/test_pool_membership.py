@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.client import AsyncGraphpoolClient
 from cluster.config import Keepalive, ReplicaConfig, RouterConfig
@@ -171,6 +172,28 @@ async def test_a_quiet_stream_survives_its_keepalive_pings() -> None:
         pool.replicas[0].engine.knobs.is_hanging = False
         assert (await answer).token_ids == script(PROMPT, 1, 0, 3)
         await client.close()
+
+
+async def test_a_peer_that_floods_a_router_with_pings_is_cut_off() -> None:
+    options = [
+        ("grpc.keepalive_time_ms", 50),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_time_between_pings_ms", 50),
+        ("grpc.http2.ping_timeout_ms", 1000),
+    ]
+    async with script_pool(1, knobs=ScriptKnobs(stall_s=60)) as pool:
+        pool.replicas[0].engine.knobs.is_hanging = True
+        patient = asyncio.create_task(pool.client.generate(PROMPT, max_tokens=3, seed=1))
+        async with grpc.aio.insecure_channel(pool.router.address, options=options) as channel:
+            call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            await call.read()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(call.read(), 5)
+        pool.replicas[0].engine.knobs.is_hanging = False
+        assert (await patient).token_ids == script(PROMPT, 1, 0, 3)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "pings" in (caught.value.details() or "")
 
 
 def test_the_default_router_is_on_loopback_with_a_budget_of_three() -> None:
