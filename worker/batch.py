@@ -17,16 +17,13 @@ class Segment:
     sequence: Sequence
     start: int
     count: int
+    samples: bool = True
+    """Whether the step reaches the sequence's last token, so that a new one is chosen."""
 
     @property
     def end(self) -> int:
         """Tokens in the KV pool once the step has run."""
         return self.start + self.count
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the sequence's last token, so that a new one is chosen."""
-        return self.end == len(self.sequence.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +37,11 @@ class Batch:
     segments: tuple[Segment, ...]
     tier: int
     bucket: int
+
+    @property
+    def sampling(self) -> tuple[Segment, ...]:
+        """The segments that get a new token, in order."""
+        return tuple(segment for segment in self.segments if segment.samples)
 
     @property
     def num_tokens(self) -> int:

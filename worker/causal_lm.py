@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from worker.model.architecture import DecoderConfig
     from worker.model.decoder import Decoder
 
 
@@ -34,10 +35,17 @@ class ModelShape:
 
     num_layers: int
     hidden_size: int
+    intermediate_size: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> ModelShape:
+        """Of a native decoder."""
+        return cls(**{size.name: getattr(config, size.name) for size in fields(cls)})
 
 
 class CausalLM(Protocol):
@@ -66,15 +74,7 @@ class NativeCausalLM:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.module: nn.Module = decoder
-        config = decoder.config
-        self.shape = ModelShape(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_position_embeddings,
-        )
+        self.shape = ModelShape.of(decoder.config)
 
     def compute(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: StepAttention, rows: torch.Tensor | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from worker.kv_cache import KVCache
 from worker.live_request import Decode, LiveRequest
 from worker.load import EngineInfo, LoadSnapshot
 from worker.meter import StepMeter
+from worker.pending import PendingStep
 from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, RequestFailed
 from worker.runner import Runner
 from worker.sampling import check_token_ids
@@ -45,11 +47,15 @@ class Engine:
         self._decode = parts.decode
         self._clock = parts.clock
         self._live: dict[str, LiveRequest] = {}
+        self._under_way: deque[_Step] = deque()
+        self._collected_s = 0.0
+        self.num_wasted_rows = 0
+        """Rows computed for sequences that had ended by the time their token was read."""
 
     @property
     def has_work(self) -> bool:
         """Whether a step would find anything to do."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._under_way)
 
     @property
     def live_request_ids(self) -> Collection[str]:
@@ -90,22 +96,58 @@ class Engine:
                     segment.sequence.first_scheduled_s = now_s
         return events, batch
 
-    def execute(self, batch: Batch) -> list[EngineEvent]:
-        """Run a planned step and hand out what it brought."""
-        started_s = self._clock()
-        output = self.runner.run(batch)
+    def launch(self, batch: Batch) -> None:
+        """Start a planned step. Its tokens come with `collect`."""
+        pending = self.runner.launch(batch)
+        self._under_way.append(_Step(batch, pending, self._clock()))
+        for segment in batch.segments:
+            segment.sequence.num_computed = segment.end
+            segment.sequence.num_in_flight += segment.samples
+
+    def collect(self) -> list[EngineEvent]:
+        """Wait for the oldest step under way and hand out what it brought."""
+        step = self._under_way.popleft()
+        output = step.pending.result()
         now_s = self._clock()
-        self.meter.record(batch, output.runner, now_s - started_s)
-        return self._commit(batch, output, now_s)
+        # Steps overlap: one that was launched early has only run since the one before it ended.
+        self.meter.record(step.batch, output.runner, now_s - max(step.launched_s, self._collected_s))
+        self._collected_s = now_s
+        return self._commit(step.batch, output, now_s)
+
+    def flush(self) -> list[EngineEvent]:
+        """Collect every step under way."""
+        events: list[EngineEvent] = []
+        while self._under_way:
+            events += self.collect()
+        return events
 
     def step(self) -> list[EngineEvent]:
-        """Plan and execute one step."""
+        """Launch the next step, and collect what is due: with nothing to launch, or more under way than may be."""
         events, batch = self.plan()
-        return events if batch is None else events + self.execute(batch)
+        if batch is not None and self._under_way and not self.runner.can_overlap(batch):
+            events += self.flush()
+            more, batch = self.plan()
+            events += more
+        if batch is not None:
+            self.launch(batch)
+            if not self.runner.can_overlap(batch):
+                return events + self.flush()
+        limit = self.runner.max_ahead if batch is not None else 0
+        while len(self._under_way) > limit:
+            events += self.collect()
+        return events
 
     def prepare_next(self) -> bool:
-        """Do one piece of the runner's preparation, such as capturing a graph; False when it is all done."""
+        """Do one piece of the runner's preparation, such as capturing a graph; False when it is all done.
+
+        No step may be under way.
+        """
+        assert not self._under_way, "flush before preparing"
         return self.runner.prepare_next()
+
+    def predict_s(self) -> float | None:
+        """How long one `step` may take; None before the first."""
+        return self.meter.predict_s(self.scheduler.prefill_buckets.largest)
 
     def load(self) -> LoadSnapshot:
         """What the engine holds right now."""
@@ -122,14 +164,14 @@ class Engine:
         )
 
     def _commit(self, batch: Batch, output: StepOutput, now_s: float) -> list[EngineEvent]:
-        sampling = [segment.sequence for segment in batch.segments if segment.samples]
-        for segment in batch.segments:
-            segment.sequence.num_computed = segment.end
         events: list[EngineEvent] = []
-        for row, sequence in enumerate(sampling):
-            live = self._live.get(sequence.request.request_id)
-            if live is None:
-                continue  # a sibling choice has failed the whole request in this very step
+        for row, segment in enumerate(batch.sampling):
+            sequence = segment.sequence
+            sequence.num_in_flight -= 1
+            if sequence.state is SequenceState.FINISHED:
+                self.num_wasted_rows += 1
+                continue
+            live = self._live[sequence.request.request_id]
             if output.is_finite[row]:
                 events.append(
                     replace(self._advance(live, sequence, output, row, now_s), tier=batch.tier, bucket=batch.bucket)
@@ -157,6 +199,15 @@ class Engine:
                     self.kv_cache.scrub(choice.sequence.block_table)
                 self.scheduler.finish(choice.sequence)
         return RequestFailed(request_id, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step under way."""
+
+    batch: Batch
+    pending: PendingStep
+    launched_s: float
 
 
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:

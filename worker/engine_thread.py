@@ -104,11 +104,9 @@ class EngineThread:
     def _turn(self) -> None:
         """Take commands, run one step if there is anything to run, hand the events on."""
         events = self._take_commands()
-        planned, batch = self._engine.plan()
-        events += planned
-        if batch is not None:
-            self._progress.begin(time.monotonic(), self._engine.meter.predict_s(batch))
-            events += self._engine.execute(batch)
+        if self._engine.has_work:
+            self._progress.begin(time.monotonic(), self._engine.predict_s())
+            events += self._engine.step()
             self._progress.end()
         if events:
             self._sink(events)
@@ -124,8 +122,11 @@ class EngineThread:
         ):
             return
         self._progress.begin(started_s, None)
+        events = self._engine.flush()
         self._is_prepared = not self._engine.prepare_next()
         self._progress.end()
+        if events:
+            self._sink(events)
         self._prepared_s = time.monotonic()
         self._preparing_took_s = self._prepared_s - started_s
 

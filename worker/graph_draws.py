@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from worker.block_pool import PADDING_BLOCK
+from worker.decode_inputs import FROM_HOST, DecodeInputs, pad_rows
 from worker.graphs.key import GraphKey
-from worker.inputs import DecodeInputs, PrefillInputs, pad_rows
+from worker.inputs import PrefillInputs
 from worker.kv_cache import KVCache
 
 
@@ -35,6 +36,8 @@ class DecodeDraw:
         if poison:
             host["token_ids"][valid : self.key.bucket] = self.vocab_size - 1
         self.inputs.staging.upload()
+        last = torch.randint(self.vocab_size, self.inputs.last_tokens.shape, generator=generator)
+        self.inputs.last_tokens.copy_(last)
         return valid
 
     def _draw_row(self, row: int, generator: torch.Generator) -> None:
@@ -45,8 +48,8 @@ class DecodeDraw:
         others = [self.scratch_blocks[_below(len(self.scratch_blocks), generator)] for _ in range(full_blocks)]
         host["token_ids"][row] = _below(self.vocab_size, generator)
         host["positions"][row] = position
-        host["slots"][row] = own * size + offset
-        host["context_lens"][row] = position + 1
+        host["live"][row] = 1
+        host["sources"][row] = row if row % 2 else FROM_HOST
         host["block_tables"][row, :full_blocks] = others
         host["block_tables"][row, full_blocks] = own
         host["block_tables"][row, full_blocks + 1 :] = PADDING_BLOCK

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from worker.attention.decode import PagedDecodeAttention
 from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
 from worker.causal_lm import CausalLM, StepAttention
+from worker.decode_inputs import DecodeInputs
+from worker.decode_step import Outputs, decode_step, with_greedy
 from worker.graph_draws import DecodeDraw, PrefillDraw
 from worker.graphs.key import GraphKey
-from worker.graphs.region import CaptureRegion, module_tables
-from worker.inputs import DecodeInputs, PrefillInputs
+from worker.graphs.region import CaptureRegion, DrawInputs, module_tables
+from worker.inputs import PrefillInputs
 from worker.kv_cache import KVCache
 from worker.tiers import TierTable
 
@@ -21,9 +21,6 @@ FRESH = "fresh"
 """Prefill of a prompt from position 0, whole: no look at the pool."""
 CHUNK = "chunk"
 """Prefill of a later part of a prompt."""
-
-Outputs = tuple[torch.Tensor, torch.Tensor]
-"""logits [rows, vocab] float32, and [rows, 2] int64: the greedy token, and 1 where the row is finite."""
 
 
 class GraphRegions:
@@ -52,20 +49,16 @@ class GraphRegions:
         return self._decode(key) if key.phase == "decode" else self._prefill(key)
 
     def _decode(self, key: GraphKey) -> CaptureRegion:
-        inputs = self._decode_views(key)
+        views = self.decode_inputs.views(key.bucket, self.tiers.num_blocks(key.tier))
 
         @torch.inference_mode()
         def run() -> Outputs:
-            attend = PagedDecodeAttention(
-                self.kv_cache,
-                slots=inputs["slots"],
-                block_tables=inputs["block_tables"],
-                context_lens=inputs["context_lens"],
-            )
-            return with_greedy(self.model.compute(inputs["token_ids"], inputs["positions"], attend, None))
+            return decode_step(self.model, self.kv_cache, views)
 
+        inputs = {"token_ids": views.token_ids, "live": views.live, "block_tables": views.block_tables}
+        moving = {"positions": views.positions, "sources": views.sources, "last_tokens": views.last_tokens}
         draw = DecodeDraw(self.decode_inputs, self.kv_cache, self.scratch_blocks, key, self.model.shape.vocab_size)
-        return self._region(run, inputs, draw)
+        return self._region(run, inputs, draw, state=moving, constants={"rows": views.rows})
 
     def _prefill(self, key: GraphKey) -> CaptureRegion:
         inputs = self._prefill_views(key)
@@ -90,11 +83,6 @@ class GraphRegions:
             context_len=inputs["context_len"],
         )
 
-    def _decode_views(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        """The first `bucket` rows of the static inputs, the block tables as wide as the tier."""
-        rows = {name: tensor[: key.bucket] for name, tensor in self.decode_inputs.staging.device.items()}
-        return rows | {"block_tables": rows["block_tables"][:, : self.tiers.num_blocks(key.tier)]}
-
     def _prefill_views(self, key: GraphKey) -> dict[str, torch.Tensor]:
         device = self.prefill_inputs.staging.device
         tokens = {name: device[name][: key.bucket] for name in ("token_ids", "positions", "slots")}
@@ -104,18 +92,20 @@ class GraphRegions:
             single |= {"context_len": device["context_len"], "block_table": device["block_table"][:width]}
         return tokens | single
 
-    def _region(self, run: Any, inputs: Mapping[str, torch.Tensor], draw: Any) -> CaptureRegion:
+    def _region(
+        self,
+        run: Callable[[], Outputs],
+        inputs: Mapping[str, torch.Tensor],
+        draw: DrawInputs,
+        *,
+        state: Mapping[str, torch.Tensor] | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
+    ) -> CaptureRegion:
         return CaptureRegion(
             run=run,
             inputs=inputs,
-            constants=module_tables(self.model.module),
+            constants=(*module_tables(self.model.module), ("", constants or {})),
+            state=state or {},
             scratch={"kv": self.kv_cache.storage},
             draw=draw,
         )
-
-
-def with_greedy(logits: torch.Tensor) -> Outputs:
-    """[rows, vocab] in any dtype -> Outputs."""
-    logits = logits.float()
-    is_finite = logits.amax(dim=-1).isfinite()
-    return logits, torch.stack([logits.argmax(dim=-1), is_finite.long()], dim=-1)

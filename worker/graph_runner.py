@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
-from worker.batch import Batch, Segment
+from worker.batch import Batch
 from worker.block_pool import PADDING_BLOCK, BlockPool
-from worker.chooser import StepOutput, needs_logits
+from worker.chooser import needs_logits
 from worker.graph_memory import graph_bytes
 from worker.graph_regions import CHUNK, FRESH, GraphRegions
 from worker.graphs.backend import CaptureBackend
 from worker.graphs.captured import CapturedGraph
 from worker.graphs.dispatcher import Dispatcher, Miss
 from worker.graphs.key import GraphKey
-from worker.graphs.lease import ReplayLease
 from worker.graphs.plan import plan_captures
 from worker.graphs.pool import GraphPool
 from worker.graphs.progress import CaptureProgress
@@ -25,6 +24,7 @@ from worker.graphs.self_check import SelfCheck
 from worker.graphs.session import CaptureSession, SessionOptions
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness
+from worker.pending import PendingStep
 from worker.runner import EagerRunner
 from worker.tiers import BucketTable, TierTable
 
@@ -52,6 +52,7 @@ class GraphRunner:
     """
 
     max_prefill_segments = 1
+    max_ahead = 1
 
     def __init__(
         self,
@@ -68,7 +69,6 @@ class GraphRunner:
         self.eager = eager
         self.kv_cache: KVCache = eager.kv_cache
         self.dispatcher = Dispatcher()
-        self._device = self.kv_cache.storage.device
         scratch = pool.reserve(num_scratch_blocks(buckets, prefill_buckets, self.kv_cache.block_size))
         regions = GraphRegions(
             eager.model,
@@ -88,8 +88,6 @@ class GraphRunner:
             on_progress=on_progress,
             size_of=self._size_of,
         )
-        self._host = torch.zeros((buckets.largest, 2), dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self._landed = torch.cuda.Event() if self._device.type == "cuda" else None
 
     @property
     def readiness(self) -> GraphReadiness:
@@ -111,19 +109,24 @@ class GraphRunner:
         while self.prepare_next():
             pass
 
+    def can_overlap(self, batch: Batch) -> bool:
+        """See Runner."""
+        return self.eager.can_overlap(batch)
+
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepOutput:
+    def launch(self, batch: Batch) -> PendingStep:
         """See Runner."""
         found = self._find(batch)
         if isinstance(found, Miss):
-            return self.eager.run(batch)
+            return self.eager.launch(batch)
         inputs = self.eager.decode_inputs if batch.phase == "decode" else self.eager.prefill_inputs
         inputs.fill(batch, found.bucket)
         lease = self.session.graphs[found].replay()
-        segments = [segment for segment in batch.segments if segment.samples]
-        if not segments:
-            return StepOutput([], [], [], "graph")
-        return self._read(lease, segments)
+        if needs_logits(batch.sampling):
+            logits, packed = lease.clone()
+            return self.eager.choose(batch, logits, packed, "graph")
+        with lease as (logits, packed):
+            return self.eager.choose(batch, logits, packed, "graph")
 
     def _make_inert(self) -> None:
         """Warm-up and capture run over the static inputs: what the last step left in them must not be written again."""
@@ -137,20 +140,6 @@ class GraphRunner:
         is_fresh = batch.segments[0].start == 0
         tier, variant = (0, FRESH) if is_fresh else (batch.tier, CHUNK)
         return self.dispatcher.dispatch("prefill", tier, batch.num_tokens, variant)
-
-    def _read(self, lease: ReplayLease, segments: Sequence[Segment]) -> StepOutput:
-        """Greedy tokens come from the graph itself; anything else is chosen from its logits."""
-        if needs_logits(segments):
-            logits, _ = lease.clone()
-            return self.eager.chooser.choose(logits, segments, "graph")
-        count = len(segments)
-        with lease as (_, packed):
-            self._host[: packed.shape[0]].copy_(packed, non_blocking=True)
-        if self._landed is not None:
-            self._landed.record()
-            self._landed.synchronize()  # this copy, not the device
-        tokens, is_finite = self._host[:count].T.tolist()
-        return StepOutput(tokens, [bool(finite) for finite in is_finite], [None] * count, "graph")
 
     def _size_of(self, key: GraphKey) -> int:
         return graph_bytes(key, self.eager.model.shape, self.kv_cache.storage.dtype)

@@ -1,4 +1,4 @@
-"""Fills the static input buffers from a batch: the model's inputs, and the sampler's."""
+"""Fills the static input buffers from a batch: a prefill's tokens, and the sampler's numbers."""
 
 from __future__ import annotations
 
@@ -10,47 +10,7 @@ import torch
 from worker.batch import Batch, Segment
 from worker.block_pool import PADDING_BLOCK
 from worker.rng import uniforms
-from worker.staging import HostArrays, Staging
-
-ROW_PADDING = {"token_ids": 0, "positions": 0, "slots": PADDING_BLOCK, "context_lens": 1}
-"""An inert decode row: one token of context, in the padding block."""
-
-
-class DecodeInputs:
-    """One row a sequence. Padding rows are inert: token 0 at position 0, length 1, all in the padding block."""
-
-    def __init__(self, *, max_batch: int, max_blocks: int, block_size: int, device: torch.device) -> None:
-        self.block_size = block_size
-        row = ((max_batch,), torch.int64)
-        tables = ((max_batch, max_blocks), torch.int32)
-        self.staging = Staging(dict.fromkeys(ROW_PADDING, row) | {"block_tables": tables}, device)
-        self.make_inert()
-
-    def make_inert(self) -> None:
-        """Make every row a padding row: a step over them touches nothing that is a sequence's."""
-        pad_rows(self.staging.writable(), slice(None))
-        self.staging.upload()
-
-    def fill(self, batch: Batch, bucket: int) -> None:
-        """Write the rows of `batch`, reset the rows from there up to `bucket`, and upload."""
-        host = self.staging.writable()
-        for row, segment in enumerate(batch.segments):
-            position, table = segment.start, segment.sequence.block_table
-            host["token_ids"][row] = segment.sequence.token_ids[position]
-            host["positions"][row] = position
-            host["slots"][row] = table[position // self.block_size] * self.block_size + position % self.block_size
-            host["context_lens"][row] = position + 1
-            host["block_tables"][row, : len(table)] = table
-            host["block_tables"][row, len(table) :] = PADDING_BLOCK
-        pad_rows(host, slice(len(batch.segments), bucket))
-        self.staging.upload()
-
-
-def pad_rows(host: HostArrays, rows: slice) -> None:
-    """Make decode rows inert."""
-    for name, value in ROW_PADDING.items():
-        host[name][rows] = value
-    host["block_tables"][rows] = PADDING_BLOCK
+from worker.staging import Staging
 
 
 class PrefillInputs:

@@ -9,6 +9,10 @@ WEIGHT = 0.1
 """Of the newest step in the running means."""
 
 
+FADING = 0.99
+"""Of the longest step, with each later one: a slow start is forgotten after some hundred steps."""
+
+
 class StepMeter:
     """Running means over recent steps; times in seconds."""
 
@@ -18,10 +22,12 @@ class StepMeter:
         self.decode_step_s: float | None = None
         self.prefill_token_s: float | None = None
         self._token_s: float | None = None
+        self._longest_s: float | None = None
 
     def record(self, batch: Batch, runner: str, took_s: float) -> None:
         """Count one finished step."""
         self.steps += 1
+        self._longest_s = max(took_s, (self._longest_s or 0.0) * FADING)
         self.graph_replays += runner == "graph"
         if batch.phase == "decode":
             self.decode_step_s = _mean(self.decode_step_s, took_s)
@@ -29,11 +35,11 @@ class StepMeter:
         else:
             self.prefill_token_s = _mean(self.prefill_token_s, took_s / batch.num_tokens)
 
-    def predict_s(self, batch: Batch) -> float | None:
-        """How long `batch` will take; None before there was one of its phase."""
-        if batch.phase == "decode":
-            return self.decode_step_s
-        return None if self.prefill_token_s is None else self.prefill_token_s * batch.num_tokens
+    def predict_s(self, max_prefill_tokens: int) -> float | None:
+        """How long the longest step may take that could come next; None before the first."""
+        if self._longest_s is None:
+            return None
+        return max(self._longest_s, (self.prefill_token_s or 0.0) * max_prefill_tokens)
 
     def snapshot(
         self,

@@ -1,4 +1,4 @@
-"""Runs one step of the model and chooses tokens. The eager runner; graph replay is another runner."""
+"""Runs the steps of the model. The eager runner; graph replay is another runner."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import Protocol
 
 import torch
 
-from worker.attention.decode import PagedDecodeAttention
 from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
 from worker.batch import Batch
 from worker.causal_lm import CausalLM
-from worker.chooser import StepOutput, TokenChooser
-from worker.inputs import DecodeInputs, PrefillInputs
+from worker.chooser import StepOutput, TokenChooser, needs_logits
+from worker.decode_inputs import DecodeInputs
+from worker.decode_step import decode_step, with_greedy
+from worker.inputs import PrefillInputs
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness
+from worker.pending import DoneStep, PendingStep, TokenMailbox
 from worker.tiers import TierTable
+
+MAILBOX_DEPTH = 4
 
 
 class Runner(Protocol):
@@ -23,22 +27,28 @@ class Runner(Protocol):
 
     max_prefill_segments: int
     """Sequences that one prefill step may serve."""
+    max_ahead: int
+    """Launched steps that may be unread while the next one is launched."""
 
     @property
     def readiness(self) -> GraphReadiness:
         """How much of it replays graphs."""
 
-    def run(self, batch: Batch) -> StepOutput:
-        """Compute a step: write its keys and values, and choose the next tokens."""
+    def can_overlap(self, batch: Batch) -> bool:
+        """Whether `batch` can be launched while tokens of the step before are still on the device alone."""
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start a step: it writes keys and values and chooses the next tokens, after all steps launched before."""
 
     def prepare_next(self) -> bool:
-        """Do one piece of what makes later steps faster; False when there is nothing left to do."""
+        """Do one piece of what makes later steps faster; False when there is nothing left. No step may be unread."""
 
 
 class EagerRunner:
     """Launches every operation by itself, on any device. Decode is padded to the bucket, prefill is not padded."""
 
     max_prefill_segments = 64
+    max_ahead = 0
 
     def __init__(
         self,
@@ -63,41 +73,46 @@ class EagerRunner:
         )
         max_rows = max(max_batch, self.max_prefill_segments)
         self.chooser = TokenChooser(max_rows=max_rows, eos_token_ids=eos_token_ids, device=device)
+        self.mailbox = TokenMailbox(max_rows=max_rows, depth=MAILBOX_DEPTH, device=device)
 
     @property
     def readiness(self) -> GraphReadiness:
         """See Runner."""
         return GraphReadiness.EAGER
 
+    def can_overlap(self, batch: Batch) -> bool:
+        """See Runner: decode takes its tokens from the device; prefill needs none that are in flight."""
+        return not needs_logits(batch.sampling)
+
     def prepare_next(self) -> bool:
         """See Runner: there is nothing to prepare."""
         return False
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepOutput:
+    def launch(self, batch: Batch) -> PendingStep:
         """See Runner."""
-        logits = self._decode(batch) if batch.phase == "decode" else self._prefill(batch)
-        segments = [segment for segment in batch.segments if segment.samples]
-        if not segments:
-            return StepOutput([], [], [])
-        return self.chooser.choose(logits.float(), segments, "eager")
+        logits, packed = self._decode(batch) if batch.phase == "decode" else self._prefill(batch)
+        return self.choose(batch, logits, packed, "eager")
 
-    def _decode(self, batch: Batch) -> torch.Tensor:
-        """Logits [bucket, vocab]; rows past the batch are padding."""
+    def choose(self, batch: Batch, logits: torch.Tensor, packed: torch.Tensor, runner: str) -> PendingStep:
+        """Tokens of a step from its outputs: the greedy ones as they are, or chosen from the logits, which may change."""
+        segments = batch.sampling
+        if not segments:
+            return DoneStep(StepOutput([], [], [], runner))
+        if needs_logits(segments):
+            return DoneStep(self.chooser.choose(logits, segments, runner))
+        if batch.phase == "prefill" and len(segments) == 1:
+            self.decode_inputs.last_tokens[-1:].copy_(packed[:1, 0])
+            self.decode_inputs.note_prefill(segments[0].sequence)
+        return self.mailbox.send(packed, len(segments), runner)
+
+    def _decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self.decode_inputs.fill(batch, batch.bucket)
-        inputs, rows = self.decode_inputs.staging.device, slice(0, batch.bucket)
         # No wider than the longest row: a tier's full width is only needed where shapes are frozen.
         width = self.tiers.num_blocks(max(segment.end for segment in batch.segments))
-        attention = PagedDecodeAttention(
-            self.kv_cache,
-            slots=inputs["slots"][rows],
-            block_tables=inputs["block_tables"][rows, :width],
-            context_lens=inputs["context_lens"][rows],
-        )
-        return self.model.compute(inputs["token_ids"][rows], inputs["positions"][rows], attention, None)
+        return decode_step(self.model, self.kv_cache, self.decode_inputs.views(batch.bucket, width))
 
-    def _prefill(self, batch: Batch) -> torch.Tensor:
-        """Logits of the tokens that sample: [sampling segments, vocab]."""
+    def _prefill(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self.prefill_inputs.fill(batch, batch.num_tokens)
         inputs, tokens = self.prefill_inputs.staging.device, slice(0, batch.num_tokens)
         segments = self._prefill_segments(batch)
@@ -108,7 +123,11 @@ class EagerRunner:
             if segment.samples
         ]
         sampled = torch.tensor(last, dtype=torch.int64, device=self.kv_cache.storage.device)
-        return self.model.compute(inputs["token_ids"][tokens], inputs["positions"][tokens], attention, sampled)
+        if not last:
+            sampled = inputs["last"]  # nobody looks at the logits of a chunk that does not end its prompt
+        return with_greedy(
+            self.model.compute(inputs["token_ids"][tokens], inputs["positions"][tokens], attention, sampled)
+        )
 
     def _prefill_segments(self, batch: Batch) -> list[PrefillSegment]:
         placed, first, device = [], 0, self.kv_cache.storage.device

@@ -49,7 +49,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is waiting or running."""
+        """Whether any sequence is waiting or running, even if only for a step under way."""
         return bool(self.waiting or self.running)
 
     def sequences(self) -> Iterator[Sequence]:
@@ -66,8 +66,9 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can run. Blocks for its tokens are allocated."""
         self._admit()
-        num_decode = sum(sequence.is_decoding for sequence in self.running)
-        phase = choose_phase(num_prefill=len(self.running) - num_decode, num_decode=num_decode, last=self._last)
+        num_decode = sum(_can_decode(sequence) for sequence in self.running)
+        num_prefill = sum(not sequence.is_decoding for sequence in self.running)
+        phase = choose_phase(num_prefill=num_prefill, num_decode=num_decode, last=self._last)
         segments = self._decode_segments() if phase == "decode" else self._prefill_segments()
         if not segments:
             return None
@@ -91,7 +92,7 @@ class Scheduler:
         """For each tier: the sequences in it, and how many more could start now, by rows and by blocks."""
         in_tier = dict.fromkeys(self.tiers.lengths, 0)
         for sequence in self.running:
-            in_tier[self.tiers.fit(len(sequence.token_ids))] += 1
+            in_tier[self.tiers.fit(min(sequence.length, self.tiers.longest))] += 1
         free_rows = max(self.buckets.largest - len(self.running) - len(self.waiting), 0)
         return tuple(
             TierLoad(length, in_tier[length], min(free_rows, self.pool.num_free // self.tiers.num_blocks(length)))
@@ -102,6 +103,8 @@ class Scheduler:
         """Move waiting sequences to running while there is a row, and blocks for all their tokens and one more."""
         while self.waiting and len(self.running) < self.buckets.largest:
             sequence = self.waiting[0]
+            if sequence.num_in_flight:
+                return  # preempted with a token under way: it must arrive before the prompt is computed again
             needed = self.tiers.num_blocks(min(len(sequence.token_ids) + 1, self.tiers.longest))
             # One spare block for each running sequence keeps a newcomer from being preempted at once.
             spare = len(self.running) if self.running else 0
@@ -123,20 +126,21 @@ class Scheduler:
                 break
             if not sequence.is_decoding:
                 count = min(sequence.num_uncomputed, budget)
-                segments.append(Segment(sequence, sequence.num_computed, count))
+                samples = count == sequence.num_uncomputed
+                segments.append(Segment(sequence, sequence.num_computed, count, samples))
                 budget -= count
         return segments
 
     def _decode_segments(self) -> list[Segment]:
         """Every decoding sequence, each with a block for its next token; may preempt."""
         for sequence in list(self.running):
-            if sequence.state is SequenceState.RUNNING and sequence.is_decoding:
+            if sequence.state is SequenceState.RUNNING and _can_decode(sequence):
                 self._ensure_block(sequence)
-        return [Segment(sequence, sequence.num_computed, 1) for sequence in self.running if sequence.is_decoding]
+        return [Segment(sequence, sequence.num_computed, 1) for sequence in self.running if _can_decode(sequence)]
 
     def _ensure_block(self, sequence: Sequence) -> None:
         """Give `sequence` room for one more token, at the cost of the youngest sequence, which may be itself."""
-        while len(sequence.block_table) < self.tiers.num_blocks(len(sequence.token_ids)):
+        while len(sequence.block_table) < self.tiers.num_blocks(sequence.length):
             blocks = self.pool.allocate(1)
             if blocks is not None:
                 sequence.block_table += blocks
@@ -159,3 +163,8 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
+
+
+def _can_decode(sequence: Sequence) -> bool:
+    """Whether the next decode step has use for it: it is decoding, and not waiting for its last token."""
+    return sequence.is_decoding and not sequence.is_complete

@@ -27,7 +27,9 @@ class Sequence:
     arrival_s: float
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
-    """Leading tokens whose keys and values are in the pool."""
+    """Leading tokens whose keys and values are in the pool, or will be once the steps under way have run."""
+    num_in_flight: int = 0
+    """Tokens of steps under way: chosen on the device, not yet known here. At most one."""
     block_table: list[int] = field(default_factory=list)
     state: SequenceState = SequenceState.WAITING
     finish_reason: FinishReason | None = None
@@ -54,19 +56,29 @@ class Sequence:
         return self.token_ids[self.num_prompt :]
 
     @property
+    def length(self) -> int:
+        """Tokens so far, with those under way."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens still to be run through the model; 1 means: ready for a decode step."""
-        return len(self.token_ids) - self.num_computed
+        return self.length - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
         """Whether the next step of this sequence is a decode step."""
-        return self.num_uncomputed == 1 and self.num_generated > 0
+        return self.num_uncomputed == 1 and self.length > self.num_prompt
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the steps under way bring all the tokens it may have."""
+        return self.length - self.num_prompt >= self.max_tokens
 
     @property
     def outstanding_tokens(self) -> int:
         """Tokens this sequence may still cost: prompt to prefill plus answer to generate."""
-        return max(self.num_prompt - self.num_computed, 0) + self.max_tokens - self.num_generated
+        return max(self.num_prompt - self.num_computed, 0) + max(self.max_tokens - self.num_generated, 0)
 
     def timings(self, now_s: float) -> Timings:
         """Seconds in each stage, for a sequence that ends now."""

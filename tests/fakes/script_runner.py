@@ -33,8 +33,9 @@ class ScriptRunner:
 
     max_prefill_segments = 64
 
-    def __init__(self, next_token: NextToken) -> None:
+    def __init__(self, next_token: NextToken, max_ahead: int = 0) -> None:
         self.next_token = next_token
+        self.max_ahead = max_ahead
         self.batches: list[Batch] = []
         self.bad_rows: set[str] = set()
         self.error: Exception | None = None
@@ -46,15 +47,29 @@ class ScriptRunner:
     def prepare_next(self) -> bool:
         return False
 
-    def run(self, batch: Batch) -> StepOutput:
+    def can_overlap(self, batch: Batch) -> bool:
+        return True
+
+    def launch(self, batch: Batch) -> ScriptStep:
         if self.error is not None:
             raise self.error
         self.batches.append(batch)
-        sampling = [segment.sequence for segment in batch.segments if segment.samples]
+        return ScriptStep(self, batch)
+
+
+class ScriptStep:
+    """Chooses its tokens when they are read, as a device that runs behind would have by then."""
+
+    def __init__(self, runner: ScriptRunner, batch: Batch) -> None:
+        self.runner = runner
+        self.batch = batch
+
+    def result(self) -> StepOutput:
+        sequences = [segment.sequence for segment in self.batch.sampling]
         return StepOutput(
-            [self.next_token(sequence) for sequence in sampling],
-            [sequence.request.request_id not in self.bad_rows for sequence in sampling],
-            [None] * len(sampling),
+            [self.runner.next_token(sequence) for sequence in sequences],
+            [sequence.request.request_id not in self.runner.bad_rows for sequence in sequences],
+            [None] * len(sequences),
         )
 
 
@@ -76,9 +91,10 @@ def script_engine(
     num_blocks: int = 129,
     max_waiting: int = 100,
     clock: Callable[[], float] | None = None,
+    max_ahead: int = 0,
 ) -> tuple[Engine, ScriptRunner]:
     """An engine over a ScriptRunner and a byte tokenizer; the KV pool is real but one number wide."""
-    runner = ScriptRunner(next_token)
+    runner = ScriptRunner(next_token, max_ahead)
     tiers = TierTable(default_tiers(max_model_len), 4)
     buckets = BucketTable(default_buckets(max_batch))
     scheduler = Scheduler(

@@ -30,6 +30,8 @@ class TransformersCausalLM:
         self.shape = ModelShape(
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            num_heads=num_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             head_dim=head_dim,
             vocab_size=config.vocab_size,

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
 
-from tests.fakes.script_runner import EOS, ManualClock, script_engine
+from tests.fakes.script_runner import EOS, ManualClock, NextToken, ScriptRunner
+from tests.fakes.script_runner import script_engine as build
 from worker.engine import Engine
 from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, QueueFull, RequestAborted
 from worker.request import ChoiceDelta, EngineEvent, FinishReason, GenerateRequest, RequestFailed
@@ -16,6 +19,19 @@ from worker.sequence import Sequence
 def spell(text: str) -> dict[int, int]:
     """Tokens by place in the answer: the bytes of `text`, then end of sequence."""
     return dict(enumerate([*text.encode(), EOS]))
+
+
+AHEAD = 0
+
+
+@pytest.fixture(params=[0, 1], ids=["in step", "one ahead"], autouse=True)
+def _ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with steps read at once, and with one step launched ahead of what is read."""
+    monkeypatch.setattr(sys.modules[__name__], "AHEAD", request.param)
+
+
+def script_engine(next_token: NextToken, **options: Any) -> tuple[Engine, ScriptRunner]:
+    return build(next_token, max_ahead=AHEAD, **options)
 
 
 def speaker(text: str):
@@ -269,8 +285,37 @@ def test_the_load_counts_rows_queue_tokens_and_age() -> None:
         engine.add(request(str(i), prompt="pppp", max_tokens=10))
     clock.now_s += 3
     engine.step()
+    engine.flush()
     load = engine.load()
     assert (load.running, load.waiting, load.queue_age_s) == (2, 1, 3.0)
     assert load.outstanding_tokens == 2 * 9 + 14
     assert load.steps == 1
     assert load.total_blocks - load.free_blocks == 4
+
+
+def test_a_row_that_ends_while_a_step_is_under_way_wastes_one_row_and_nothing_else() -> None:
+    engine, runner = script_engine(speaker("hello"))
+    engine.add(request())
+    assert text_of(run(engine)) == "hello"
+    assert engine.num_wasted_rows == AHEAD
+    assert len(runner.batches) == 6 + AHEAD
+    assert_all_free(engine)
+
+
+def test_no_step_is_launched_past_max_tokens() -> None:
+    engine, runner = script_engine(lambda _: ord("x"))
+    engine.add(request(max_tokens=5))
+    run(engine)
+    assert len(runner.batches) == 5
+    assert engine.num_wasted_rows == 0
+
+
+def test_cancelling_with_a_step_under_way_frees_everything_and_spares_the_rest() -> None:
+    engine, _ = script_engine(speaker("hello"))
+    engine.add(request("a"))
+    engine.add(request("b"))
+    events = engine.step() + engine.step()
+    events += engine.cancel("a")
+    events += run(engine)
+    assert text_of(events, "b") == "hello"
+    assert_all_free(engine)

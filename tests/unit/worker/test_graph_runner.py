@@ -87,12 +87,29 @@ def test_capturing_between_steps_changes_no_token() -> None:
         for event in engine.step():
             assert isinstance(event, ChoiceDelta), event
             found[event.request_id, event.index] += event.token_ids
+        for event in engine.flush():
+            assert isinstance(event, ChoiceDelta), event
+            found[event.request_id, event.index] += event.token_ids
         engine.prepare_next()
         engine.prepare_next()
         readiness.add(runner.readiness)
     assert found == answers(tiny_engine(MODEL, max_batch=4), MIXED)
     assert readiness >= {GraphReadiness.EAGER, GraphReadiness.PARTIAL}
     assert 0 < engine.load().graph_replays < engine.load().steps
+
+
+def test_steps_over_the_same_rows_need_no_upload() -> None:
+    engine, runner = graph_engine()
+    runner.prepare_all()
+    uploads = runner.eager.decode_inputs.num_uploads
+    for one in (request("a", 5, max_tokens=24), request("b", 6, max_tokens=24)):
+        engine.add(one)
+    while engine.has_work:
+        engine.step()
+    steps = sum(count for key, count in runner.dispatcher.replays.items() if key.phase == "decode")
+    # A new block every four tokens of each row, and the changes of company at both ends.
+    assert steps >= 23
+    assert runner.eager.decode_inputs.num_uploads - uploads <= steps // 2 + 2
 
 
 def test_without_a_shared_pool_the_tokens_are_the_same() -> None:
@@ -161,6 +178,7 @@ def test_a_warm_up_over_the_inputs_of_a_running_step_leaves_its_blocks_alone() -
     engine.add(request("r", 30, max_tokens=40))
     for _ in range(6):
         engine.step()
+    engine.flush()
     live = engine.scheduler.running[0].block_table
     before = engine.kv_cache.storage[:, :, live].clone()
     while engine.prepare_next():

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from worker.batch import Batch, Segment
-from worker.inputs import DecodeInputs, PrefillInputs, SamplingInputs
+from worker.inputs import PrefillInputs, SamplingInputs
 from worker.request import GenerateRequest
 from worker.sampling import SamplingParams
 from worker.sequence import Sequence
@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 
 def sequence(tokens: list[int], table: list[int], computed: int, **params: float) -> Sequence:
     request = GenerateRequest(
-        request_id="r", prompt_token_ids=tuple(tokens), sampling=SamplingParams(**params)  # type: ignore[arg-type]
+        request_id="r",
+        prompt_token_ids=tuple(tokens),
+        sampling=SamplingParams(**params),  # type: ignore[arg-type]
     )
     made = Sequence(request=request, index=0, max_tokens=9, arrival_s=0.0)
     made.block_table, made.num_computed = table, computed
@@ -31,22 +33,6 @@ def test_fields_keep_their_addresses_and_do_not_overlap() -> None:
     assert {name: tensor.data_ptr() for name, tensor in staging.device.items()} == addresses
     assert [float(tensor.unique()) for tensor in staging.device.values()] == [1, 2, 3]
     assert all(pointer % 16 == addresses["a"] % 16 for pointer in addresses.values())
-
-
-def test_decode_rows_hold_the_last_token_and_padding_rows_are_inert_after_any_batch() -> None:
-    inputs = DecodeInputs(max_batch=4, max_blocks=4, block_size=4, device=CPU)
-    for name in inputs.staging.writable():
-        inputs.staging.writable()[name][...] = 77  # what a careless earlier step could have left
-    first = sequence([5, 6, 7, 8, 9], [3, 1], computed=4)
-    inputs.fill(Batch("decode", (Segment(first, 4, 1),), 8, 2), 2)
-    device = {name: tensor[:2].tolist() for name, tensor in inputs.staging.device.items()}
-    assert device == {
-        "token_ids": [9, 0],
-        "positions": [4, 0],
-        "slots": [1 * 4 + 0, 0],
-        "context_lens": [5, 1],
-        "block_tables": [[3, 1, 0, 0], [0, 0, 0, 0]],
-    }
 
 
 def test_prefill_tokens_lie_segment_after_segment_in_their_own_blocks() -> None:
