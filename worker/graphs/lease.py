@@ -120,7 +120,12 @@ class ReplayLease:
         self._epoch.close()
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Any:
-        return pytree.tree_map_only(Tensor, function, self._outputs)
+        outputs = self._outputs
+        if isinstance(outputs, Tensor):
+            return function(outputs)
+        if type(outputs) is tuple and all(isinstance(output, Tensor) for output in outputs):
+            return tuple(map(function, outputs))  # most regions: not worth a walk through a tree
+        return pytree.tree_map_only(Tensor, function, outputs)
 
 
 class LeasedTensor(Tensor):
