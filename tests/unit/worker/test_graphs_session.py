@@ -190,6 +190,18 @@ def test_the_next_largest_key_sizes_the_pool_after_a_drop() -> None:
     assert running.graphs.keys() == {key for key in PLAN.keys if key.bucket < 4}
 
 
+def test_a_key_without_memory_for_its_warm_up_is_dropped_and_the_others_are_still_warmed_up_first() -> None:
+    too_large = GraphKey("decode", 256, 4)
+
+    def out_of_memory(_: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    running = session(Regions({too_large: out_of_memory}))
+    finish(running)
+    assert set(running.dispatcher.dropped) == {too_large}
+    assert set(running.graphs) == set(PLAN.keys) - {too_large}
+
+
 def test_memory_stuck_over_the_cap_is_won_back_by_capturing_again() -> None:
     keys = (GraphKey("decode", 64, 2), GraphKey("prefill", 64, 8), GraphKey("decode", 64, 1))
     running = session(plan=CapturePlan(keys=keys), max_bytes=4 * 64 * 4)
