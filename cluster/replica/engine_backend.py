@@ -33,8 +33,8 @@ from worker.service import EngineService
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING_BYTES = 1024 * 1024
-"""Of one answer, waiting to be sent: past it, its reader is too slow."""
+MAX_PENDING_BYTES = 3 * 1024 * 1024
+"""Of one answer, waiting to be sent: past it, its reader is too slow. It must fit a message beside FRAME_BYTES."""
 LAST_WORDS_S = 1.0
 """After a drain's grace: for the errors of what was cut off to reach their clients."""
 

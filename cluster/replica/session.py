@@ -16,8 +16,8 @@ from cluster.replica.engine_backend import EngineBackend
 from cluster.replica.live_request import LiveRequest, Origin
 from protos import replica_pb2
 
-FRAME_BYTES = 1024 * 1024
-"""A frame takes no further answers past this; a single answer adds at most as much again."""
+FRAME_BYTES = 512 * 1024
+"""A frame takes no further answers past this."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 log = logging.getLogger(__name__)

@@ -252,7 +252,7 @@ async def test_a_client_comes_back_when_it_was_told_to() -> None:
 
 
 async def test_an_answer_too_large_for_one_message_is_refused_once_and_can_be_streamed() -> None:
-    knobs = ScriptKnobs(step_s=0.002, tokens_per_step=200, max_model_len=100_000)
+    knobs = ScriptKnobs(step_s=0.002, tokens_per_step=50, max_model_len=100_000)
     async with script_pool(knobs=knobs) as pool, AsyncGraphpoolClient(pool.router.address) as patient:
         with pytest.raises(ResourceExhausted, match="stream it instead") as caught:
             await patient.generate(PROMPT, max_tokens=24_000, logprobs=20)
