@@ -241,7 +241,7 @@ class CaptureSession:
         if waiting and self._options.two_pass:
             largest = max(waiting, key=lambda work: self._size_of(work[1]))
             self._work.remove(largest)
-            self._work.appendleft(largest)
+            self._work.insert(sum(work == "warm" for work, _ in self._work), largest)  # not before its warm-up
 
     def _give_up(self, key: GraphKey, reason: str) -> None:
         self._lost.add(key)
