@@ -98,6 +98,9 @@ def test_capturing_between_steps_changes_no_token(model: Any) -> None:
         for event in engine.step():
             assert isinstance(event, ChoiceDelta), event
             found[event.request_id, event.index] += event.token_ids
+        for event in engine.flush():
+            assert isinstance(event, ChoiceDelta), event
+            found[event.request_id, event.index] += event.token_ids
         engine.prepare_next()
     assert found == answers(eager(model), requests)
 
