@@ -97,7 +97,8 @@ class CachingPool:
     def _open_segment(self, size: int) -> tuple[_Segment, Block]:
         num_bytes = segment_bytes(size)
         if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
-            raise MemoryError(f"{num_bytes} bytes more than {self.reserved_bytes} are over {self.limit_bytes}")
+            left = max(self.limit_bytes - self.reserved_bytes, 0)
+            raise MemoryError(f"{num_bytes >> 20} MiB are needed where {left >> 20} MiB are left")
         block = Block(num_bytes, True)
         segment = _Segment(size <= SMALL, [block])
         self._segments.append(segment)

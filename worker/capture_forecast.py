@@ -156,7 +156,7 @@ class CountingCapture:
         try:
             self._walk(key, pool)
         except MemoryError as error:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. {error}") from error
+            raise torch.OutOfMemoryError(str(error)) from error
 
 
 class _CountedPool:

@@ -23,9 +23,7 @@ FLOAT_BYTES = torch.float32.itemsize
 INDEX_BYTES = torch.int64.itemsize
 
 
-def graph_bytes(
-    key: GraphKey, shape: ModelShape, dtype: torch.dtype, *, block_size: int = DEFAULT_BLOCK_SIZE
-) -> int:
+def graph_bytes(key: GraphKey, shape: ModelShape, dtype: torch.dtype, *, block_size: int = DEFAULT_BLOCK_SIZE) -> int:
     """Device memory of the key's graph in a pool of its own, without its executable."""
     pool = CachingPool()
     walk_region(key, shape, dtype, pool, block_size=block_size)

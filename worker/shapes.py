@@ -46,8 +46,18 @@ def choose_dtype(config: WorkerConfig, device_type: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
 
 
-def choose_shapes(config: WorkerConfig, model: ModelShape, device: torch.device, dtype: torch.dtype) -> Shapes:
-    """Fill in what the configuration leaves open. Raises ValueError naming what does not fit."""
+def choose_shapes(
+    config: WorkerConfig,
+    model: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    memory: tuple[int, int] | None = None,
+) -> Shapes:
+    """Fill in what the configuration leaves open. Raises ValueError naming what does not fit.
+
+    `memory` is (free, total) bytes of a CUDA device with the weights on it; None asks the device.
+    """
     limit = model.max_position_embeddings
     max_model_len = config.max_model_len or limit
     if max_model_len > limit:
@@ -62,7 +72,7 @@ def choose_shapes(config: WorkerConfig, model: ModelShape, device: torch.device,
     prefill_buckets = BucketTable(default_buckets(config.prefill_chunk or DEFAULT_PREFILL_CHUNK[device.type]))
     has_graphs = config.graphs == "fake" or (config.graphs == "auto" and device.type == "cuda")
     extra = 1 + (num_scratch_blocks(buckets, prefill_buckets, config.block_size) if has_graphs else 0)
-    num_blocks = _num_blocks(config, model, tiers, buckets, device, dtype, extra=extra)
+    num_blocks = _num_blocks(config, model, tiers, buckets, device, dtype, extra=extra, memory=memory)
     return Shapes(device, dtype, tiers, buckets, prefill_buckets, num_blocks, has_graphs)
 
 
@@ -75,10 +85,11 @@ def _num_blocks(
     dtype: torch.dtype,
     *,
     extra: int,
+    memory: tuple[int, int] | None,
 ) -> int:
     per_block = kv_block_bytes(model, config.block_size, dtype)
     longest = tiers.num_blocks(tiers.longest)
-    available = config.kv_cache_bytes or _default_kv_bytes(config, device, per_block * (longest + extra))
+    available = config.kv_cache_bytes or _default_kv_bytes(config, device, per_block * (longest + extra), memory)
     # More blocks than every row at its longest could never be used.
     return max(min(available // per_block, buckets.largest * longest + extra), 2)
 
@@ -94,8 +105,10 @@ def kv_block_bytes(model: ModelShape, block_size: int, dtype: torch.dtype) -> in
     )
 
 
-def _default_kv_bytes(config: WorkerConfig, device: torch.device, one_sequence: int) -> int:
+def _default_kv_bytes(
+    config: WorkerConfig, device: torch.device, one_sequence: int, memory: tuple[int, int] | None
+) -> int:
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = memory or torch.cuda.mem_get_info(device)
         return max(int(free - (1 - config.gpu_memory_fraction) * total), one_sequence)
     return max(CPU_KV_BYTES, one_sequence)

@@ -8,7 +8,9 @@ import typer
 
 from cluster.cli import running
 from cluster.cli.chat import chat
+from cluster.cli.doctor import doctor
 from cluster.cli.generate import generate
+from cluster.cli.plan import plan
 from cluster.cli.router import router
 from cluster.cli.serve import serve
 from cluster.cli.status import status
@@ -26,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-SERVING, ASKING = "Serving", "Asking"
+SERVING, ASKING, PREPARING = "Serving", "Asking", "Before serving"
 
 app.command(rich_help_panel=SERVING)(serve)
 app.command(rich_help_panel=SERVING)(worker)
@@ -34,6 +36,8 @@ app.command(rich_help_panel=SERVING)(router)
 app.command(rich_help_panel=ASKING)(chat)
 app.command(rich_help_panel=ASKING)(generate)
 app.command(rich_help_panel=ASKING)(status)
+app.command(rich_help_panel=PREPARING)(plan)
+app.command(rich_help_panel=PREPARING)(doctor)
 
 
 def _version(wanted: bool) -> None:
