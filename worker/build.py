@@ -23,6 +23,7 @@ from worker.runner import EagerRunner, Runner
 from worker.scheduler import Scheduler
 from worker.service import EventSink
 from worker.shapes import Shapes, choose_device, choose_dtype, choose_shapes
+from worker.step_kernels import choose_kernels
 from worker.text.processor import TextProcessor
 
 
@@ -110,6 +111,9 @@ def create_runner(
         max_batch=shapes.buckets.largest,
         prefill_chunk=shapes.prefill_buckets.largest,
         eos_token_ids=served.eos_token_ids,
+        kernels=choose_kernels(
+            config.kernels, kv_cache, num_heads=served.model.shape.num_heads, max_rows=shapes.buckets.largest
+        ),
     )
     if not shapes.has_graphs:
         return eager

@@ -11,6 +11,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Graphs = Literal["auto", "off", "fake"]
 Capture = Literal["background", "startup"]
+Kernels = Literal["auto", "torch", "triton"]
 ModelImpl = Literal["auto", "native", "transformers"]
 
 _CHOICES = {
@@ -19,6 +20,7 @@ _CHOICES = {
     "dtype": Dtype,
     "graphs": Graphs,
     "capture": Capture,
+    "kernels": Kernels,
     "model_impl": ModelImpl,
 }
 _POSITIVE = (
@@ -65,6 +67,9 @@ class WorkerConfig:
     """One pool of graph memory for all graphs; off = a private pool for each."""
     max_graph_bytes: int | None = None
     """Cap on the memory of all graphs; what would go over it runs eagerly."""
+    kernels: Kernels = "auto"
+    """"triton" runs attention and the native decoder's small operations as fused kernels, "torch" as torch's own; "auto"
+    takes Triton on CUDA where it is installed."""
     model_impl: ModelImpl = "auto"
     """"native" is the built-in decoder, "transformers" the generic path; "auto" prefers native."""
     cpu_threads: int | None = None

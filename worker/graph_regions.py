@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
 from worker.causal_lm import CausalLM, StepAttention
 from worker.decode_inputs import DecodeInputs
-from worker.decode_step import Outputs, decode_step, with_greedy
+from worker.decode_step import decode_step
 from worker.graph_draws import DecodeDraw, PrefillDraw
 from worker.graphs.key import GraphKey
 from worker.graphs.region import CaptureRegion, DrawInputs, module_tables
 from worker.inputs import PrefillInputs
 from worker.kv_cache import KVCache
+from worker.step_kernels import Outputs, StepKernels
 from worker.tiers import TierTable
 
 FRESH = "fresh"
@@ -30,6 +30,7 @@ class GraphRegions:
         self,
         model: CausalLM,
         kv_cache: KVCache,
+        kernels: StepKernels,
         tiers: TierTable,
         *,
         decode_inputs: DecodeInputs,
@@ -38,6 +39,7 @@ class GraphRegions:
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self.kernels = kernels
         self.tiers = tiers
         self.decode_inputs = decode_inputs
         self.prefill_inputs = prefill_inputs
@@ -53,7 +55,7 @@ class GraphRegions:
 
         @torch.inference_mode()
         def run() -> Outputs:
-            return decode_step(self.model, self.kv_cache, views)
+            return decode_step(self.model, self.kernels, views)
 
         inputs = {"token_ids": views.token_ids, "live": views.live, "block_tables": views.block_tables}
         moving = {"positions": views.positions, "sources": views.sources, "last_tokens": views.last_tokens}
@@ -67,16 +69,15 @@ class GraphRegions:
         def run() -> Outputs:
             attend = self._prefill_attention(key, inputs)
             logits = self.model.compute(inputs["token_ids"], inputs["positions"], attend, inputs["last"])
-            return with_greedy(logits)
+            return self.kernels.greedy(logits)
 
         draw = PrefillDraw(self.prefill_inputs, self.kv_cache, self.scratch_blocks, key, self.model.shape.vocab_size)
         return self._region(run, inputs, draw)
 
     def _prefill_attention(self, key: GraphKey, inputs: Mapping[str, torch.Tensor]) -> StepAttention:
         if key.variant == FRESH:
-            return FreshPrefillAttention(self.kv_cache, slots=inputs["slots"])
-        return ChunkPrefillAttention(
-            self.kv_cache,
+            return self.kernels.fresh(slots=inputs["slots"])
+        return self.kernels.chunk(
             slots=inputs["slots"],
             positions=inputs["positions"],
             block_table=inputs["block_table"],

@@ -73,6 +73,7 @@ class GraphRunner:
         regions = GraphRegions(
             eager.model,
             self.kv_cache,
+            eager.kernels,
             eager.tiers,
             decode_inputs=eager.decode_inputs,
             prefill_inputs=eager.prefill_inputs,

@@ -7,16 +7,17 @@ from typing import Protocol
 
 import torch
 
-from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
+from worker.attention.prefill import PrefillSegment
 from worker.batch import Batch
 from worker.causal_lm import CausalLM
 from worker.chooser import StepOutput, TokenChooser, needs_logits
 from worker.decode_inputs import DecodeInputs
-from worker.decode_step import decode_step, with_greedy
+from worker.decode_step import decode_step
 from worker.inputs import PrefillInputs
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness
 from worker.pending import DoneStep, PendingStep, TokenMailbox
+from worker.step_kernels import StepKernels, TorchKernels
 from worker.tiers import TierTable
 
 MAILBOX_DEPTH = 4
@@ -59,11 +60,13 @@ class EagerRunner:
         max_batch: int,
         prefill_chunk: int,
         eos_token_ids: Collection[int],
+        kernels: StepKernels | None = None,
     ) -> None:
         device, block_size = kv_cache.storage.device, kv_cache.block_size
         self.model = model
         self.kv_cache = kv_cache
         self.tiers = tiers
+        self.kernels: StepKernels = kernels or TorchKernels(kv_cache)
         max_blocks = tiers.num_blocks(tiers.longest)
         self.decode_inputs = DecodeInputs(
             max_batch=max_batch, max_blocks=max_blocks, block_size=block_size, device=device
@@ -110,13 +113,13 @@ class EagerRunner:
         self.decode_inputs.fill(batch, batch.bucket)
         # No wider than the longest row: a tier's full width is only needed where shapes are frozen.
         width = self.tiers.num_blocks(max(segment.end for segment in batch.segments))
-        return decode_step(self.model, self.kv_cache, self.decode_inputs.views(batch.bucket, width))
+        return decode_step(self.model, self.kernels, self.decode_inputs.views(batch.bucket, width))
 
     def _prefill(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self.prefill_inputs.fill(batch, batch.num_tokens)
         inputs, tokens = self.prefill_inputs.staging.device, slice(0, batch.num_tokens)
         segments = self._prefill_segments(batch)
-        attention = PagedPrefillAttention(self.kv_cache, slots=inputs["slots"][tokens], segments=segments)
+        attention = self.kernels.segments(slots=inputs["slots"][tokens], segments=segments)
         last = [
             placed.first + placed.count - 1
             for placed, segment in zip(segments, batch.segments, strict=True)
@@ -125,7 +128,7 @@ class EagerRunner:
         sampled = torch.tensor(last, dtype=torch.int64, device=self.kv_cache.storage.device)
         if not last:
             sampled = inputs["last"]  # nobody looks at the logits of a chunk that does not end its prompt
-        return with_greedy(
+        return self.kernels.greedy(
             self.model.compute(inputs["token_ids"][tokens], inputs["positions"][tokens], attention, sampled)
         )
 

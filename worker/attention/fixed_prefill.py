@@ -27,6 +27,19 @@ class FreshPrefillAttention:
     ) -> torch.Tensor:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]."""
         self.kv_cache.write(layer, self.slots, k, v)
+        return self.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window)
+
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002 (one signature for all)
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """The same for keys and values that are in the pool already."""
         mask = None
         if sliding_window is not None and sliding_window < q.shape[0]:
             ones = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device)
@@ -70,6 +83,19 @@ class ChunkPrefillAttention:
     ) -> torch.Tensor:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]."""
         self.kv_cache.write(layer, self.slots, k, v)
+        return self.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,  # noqa: ARG002 (read from the pool, with what was there before)
+        v: torch.Tensor,  # noqa: ARG002
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """The same for keys and values that are in the pool already."""
         mask = self.mask
         if sliding_window is not None:
             mask = mask & (self.places > self.positions - sliding_window)

@@ -46,6 +46,19 @@ class PagedPrefillAttention:
         `sliding_window` counts the keys a query sees, itself among them.
         """
         self.kv_cache.write(layer, self.slots, k, v)
+        return self.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """The same for keys and values that are in the pool already."""
         out = q.new_empty(q.shape)
         for segment, mask in zip(self.segments, self._masks_for(sliding_window), strict=True):
             span = slice(segment.first, segment.first + segment.count)

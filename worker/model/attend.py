@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from worker.kernels.qkv_layout import QkvLayout
 
 
 class Attend(Protocol):
@@ -15,4 +17,15 @@ class Attend(Protocol):
 
         q [T, Hq, D], k and v [T, Hkv, D], already turned to their positions -> [T, Hq, D]. Query head `h` reads key
         head `h // (Hq / Hkv)`. Each token's heads are contiguous; between tokens there may be gaps.
+        """
+
+
+@runtime_checkable
+class FusedAttend(Protocol):
+    """Attention that takes projections as they come; then the other small operations run as fused kernels as well."""
+
+    def attend_qkv(self, layer: int, qkv: torch.Tensor, positions: torch.Tensor, layout: QkvLayout) -> torch.Tensor:
+        """Norm and turn queries and keys as `layout` says, keep keys and values, and attend.
+
+        qkv [T, (Hq + 2 Hkv) * D], contiguous, not needed afterwards; positions [T] int64 -> [T, Hq * D].
         """

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from worker.model.architecture import DecoderConfig
-from worker.model.attend import Attend
+from worker.model.attend import Attend, FusedAttend
 from worker.model.linear import linear
 from worker.model.rope_table import rope_table
 
@@ -99,6 +99,10 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """token_ids [T] and positions [T], both int64 -> hidden states [T, hidden], ready for `logits`."""
+        if isinstance(attend, FusedAttend):
+            from worker.model.fused import fused_forward  # imports triton
+
+            return fused_forward(self, token_ids, positions, attend)
         x = functional.embedding(token_ids, self.embedding)
         cos, sin = self.rope_table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         # One multiply and one fused multiply-add a layer: x * cos + swapped halves of x * signed sin.

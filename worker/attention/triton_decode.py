@@ -1,0 +1,62 @@
+"""Decode attention in one kernel a layer."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.kernels.decode_attention import decode_attention
+from worker.kernels.decode_workspace import DecodeWorkspace
+from worker.kernels.qkv_layout import QkvLayout
+from worker.kv_cache import KVCache
+
+
+class TritonDecodeAttention:
+    """Reads `block_tables` [rows, width] int32 and `positions` [rows] int64 of the new tokens. Dead slots are never read."""
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        *,
+        block_tables: torch.Tensor,
+        positions: torch.Tensor,
+        workspace: DecodeWorkspace,
+    ) -> None:
+        self.kv_cache = kv_cache
+        self.block_tables = block_tables
+        self.positions = positions
+        self.workspace = workspace
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """See worker.causal_lm.StepAttention."""
+        return decode_attention(
+            (q, k, v),
+            self.kv_cache.keys[layer],
+            self.kv_cache.values[layer],
+            self.block_tables,
+            self.positions,
+            self.workspace,
+            scale=scale,
+            sliding_window=sliding_window,
+        )
+
+    def attend_qkv(self, layer: int, qkv: torch.Tensor, positions: torch.Tensor, layout: QkvLayout) -> torch.Tensor:
+        """See worker.model.attend.FusedAttend. `positions` are those this step was made with."""
+        out = decode_attention(
+            layout.split(qkv),
+            self.kv_cache.keys[layer],
+            self.kv_cache.values[layer],
+            self.block_tables,
+            positions,
+            self.workspace,
+            layout=layout,
+        )
+        return out.flatten(1)

@@ -1,0 +1,80 @@
+"""What every kernel computes, in plain torch. Tests and measurements compare with these."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from worker.kernels.qkv_layout import QkvLayout
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See worker.kernels.rms_norm."""
+    if residual is not None:
+        x = residual.add_(x)
+    return functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See worker.kernels.silu_mul."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    layout: QkvLayout,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """See worker.kernels.rope_cache."""
+    q, k, v = layout.split(qkv)
+    if layout.q_norm is not None and layout.k_norm is not None:
+        q.copy_(functional.rms_norm(q, (layout.head_dim,), layout.q_norm, layout.eps))
+        k.copy_(functional.rms_norm(k, (layout.head_dim,), layout.k_norm, layout.eps))
+    for heads in (q, k):
+        heads.copy_(_turn(heads.float(), layout.rope_table[positions]))
+    keys.flatten(0, 1).index_copy_(0, slots, k)
+    values.flatten(0, 1).index_copy_(0, slots, v)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """One query a row against its first `context_lens` tokens in the pool, row by row in float32.
+
+    q [rows, heads, head_dim]; keys and values [num_blocks, block_size, kv_heads, head_dim] -> [rows, heads, head_dim].
+    """
+    out, repeats = torch.empty_like(q), q.shape[1] // keys.shape[2]
+    for row, length in enumerate(context_lens.tolist()):
+        first = 0 if sliding_window is None else max(length - sliding_window, 0)
+        seen = [pool[block_tables[row]].flatten(0, 1)[first:length] for pool in (keys, values)]
+        key, value = (tensor.float().repeat_interleave(repeats, dim=1) for tensor in seen)
+        weights = torch.einsum("hd,thd->ht", q[row].float(), key).mul(scale).softmax(dim=-1)
+        out[row] = torch.einsum("ht,thd->hd", weights, value)
+    return out
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See worker.kernels.greedy."""
+    logits = logits.float()
+    is_finite = logits.amax(dim=-1).isfinite()
+    return logits, torch.stack([logits.argmax(dim=-1), is_finite.long()], dim=-1)
+
+
+def _turn(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, head_dim] and angles [tokens, head_dim], both float32."""
+    cos, sin = angles.unsqueeze(1).chunk(2, dim=-1)
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

@@ -1,0 +1,48 @@
+"""The decoder's forward pass in ten launches a layer and fewer: matrix products, and fused kernels between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from worker.kernels.qkv_layout import QkvLayout
+from worker.kernels.rms_norm import rms_norm
+from worker.kernels.silu_mul import silu_mul
+from worker.model.attend import FusedAttend
+from worker.model.linear import linear
+
+if TYPE_CHECKING:
+    from worker.model.decoder import Decoder, DecoderLayer
+
+
+def fused_forward(
+    decoder: Decoder, token_ids: torch.Tensor, positions: torch.Tensor, attend: FusedAttend
+) -> torch.Tensor:
+    """See Decoder.forward."""
+    eps = decoder.config.rms_norm_eps
+    layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
+    next_norms = [*(layer.input_norm for layer in layers[1:]), decoder.final_norm]
+    residual = functional.embedding(token_ids, decoder.embedding)
+    normed = rms_norm(residual, layers[0].input_norm, eps)
+    for layer, next_norm in zip(layers, next_norms, strict=True):
+        qkv = linear(normed, layer.qkv_weight, layer.qkv_bias)
+        attended = attend.attend_qkv(layer.index, qkv, positions, _layout(layer, decoder.rope_table))
+        projected = linear(attended, layer.o_weight, layer.o_bias)
+        normed = rms_norm(projected, layer.post_attention_norm, eps, residual=residual)
+        gated = silu_mul(linear(normed, layer.gate_up_weight, layer.gate_up_bias))
+        normed = rms_norm(linear(gated, layer.down_weight, layer.down_bias), next_norm, eps, residual=residual)
+    return normed
+
+
+def _layout(layer: DecoderLayer, rope_table: torch.Tensor) -> QkvLayout:
+    return QkvLayout(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        rope_table=rope_table,
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        eps=layer.eps,
+    )

@@ -1,0 +1,115 @@
+"""How the parts of a step around the model's own layers are computed: in plain torch, or by fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from worker.attention.decode import PagedDecodeAttention
+from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
+from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
+from worker.causal_lm import StepAttention
+from worker.config import Kernels
+from worker.decode_inputs import DecodeViews
+from worker.kernels.device import has_triton
+from worker.kv_cache import KVCache
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+"""logits [rows, vocab] float32, and [rows, 2] int64: the greedy token, and 1 where the row is finite."""
+
+
+class StepKernels(Protocol):
+    """Attention over one KV pool, and greedy tokens."""
+
+    def tokens(self, inputs: DecodeViews) -> torch.Tensor:
+        """[rows] int64: each row's last token, from the host or from the step before."""
+
+    def decode(self, inputs: DecodeViews) -> StepAttention:
+        """Attention of one new token a row."""
+
+    def fresh(self, *, slots: torch.Tensor) -> StepAttention:
+        """Attention of one prompt from position 0, padded to a bucket."""
+
+    def chunk(
+        self, *, slots: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, context_len: torch.Tensor
+    ) -> StepAttention:
+        """Attention of a later chunk of one prompt, padded to a bucket."""
+
+    def segments(self, *, slots: torch.Tensor, segments: Sequence[PrefillSegment]) -> StepAttention:
+        """Attention of several prompts side by side, with lengths that the host knows."""
+
+    def greedy(self, logits: torch.Tensor) -> Outputs:
+        """[rows, vocab] in any type -> Outputs."""
+
+    def advance(self, logits: torch.Tensor, inputs: DecodeViews) -> Outputs:
+        """The same, and the inputs are left as the next step over the same rows wants them."""
+
+
+class TorchKernels:
+    """See StepKernels. Runs everywhere, and is what the fused kernels are compared with."""
+
+    def __init__(self, kv_cache: KVCache) -> None:
+        self.kv_cache = kv_cache
+
+    def tokens(self, inputs: DecodeViews) -> torch.Tensor:
+        """See StepKernels."""
+        on_device = inputs.last_tokens[inputs.sources.clamp(min=0)]
+        return torch.where(inputs.sources >= 0, on_device, inputs.token_ids)
+
+    def decode(self, inputs: DecodeViews) -> StepAttention:
+        """See StepKernels."""
+        block_size = self.kv_cache.block_size
+        blocks = inputs.block_tables.gather(1, (inputs.positions // block_size)[:, None]).squeeze(1)
+        return PagedDecodeAttention(
+            self.kv_cache,
+            slots=blocks * block_size + inputs.positions % block_size,
+            block_tables=inputs.block_tables,
+            context_lens=inputs.positions + 1,
+        )
+
+    def fresh(self, *, slots: torch.Tensor) -> StepAttention:
+        """See StepKernels."""
+        return FreshPrefillAttention(self.kv_cache, slots=slots)
+
+    def chunk(
+        self, *, slots: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, context_len: torch.Tensor
+    ) -> StepAttention:
+        """See StepKernels."""
+        return ChunkPrefillAttention(
+            self.kv_cache, slots=slots, positions=positions, block_table=block_table, context_len=context_len
+        )
+
+    def segments(self, *, slots: torch.Tensor, segments: Sequence[PrefillSegment]) -> StepAttention:
+        """See StepKernels."""
+        return PagedPrefillAttention(self.kv_cache, slots=slots, segments=segments)
+
+    def greedy(self, logits: torch.Tensor) -> Outputs:
+        """See StepKernels."""
+        logits = logits.float()
+        is_finite = logits.amax(dim=-1).isfinite()
+        return logits, torch.stack([logits.argmax(dim=-1), is_finite.long()], dim=-1)
+
+    def advance(self, logits: torch.Tensor, inputs: DecodeViews) -> Outputs:
+        """See StepKernels."""
+        logits, packed = self.greedy(logits)
+        inputs.last_tokens[: len(packed)].copy_(packed[:, 0])
+        inputs.positions.add_(inputs.live)
+        inputs.sources.copy_(inputs.rows)
+        return logits, packed
+
+
+def choose_kernels(choice: Kernels, kv_cache: KVCache, *, num_heads: int, max_rows: int) -> StepKernels:
+    """ "auto" takes Triton on CUDA where it is installed. Raises ValueError for a choice that cannot work here.
+
+    `max_rows` is the largest decode bucket.
+    """
+    is_cuda = kv_cache.storage.device.type == "cuda"
+    if choice == "triton" and not (is_cuda and has_triton()):
+        raise ValueError("kernels is 'triton', which needs a CUDA device and the triton package")
+    if choice == "torch" or not (is_cuda and has_triton()):
+        return TorchKernels(kv_cache)
+    from worker.triton_kernels import TritonKernels  # triton takes a second to import
+
+    return TritonKernels(kv_cache, num_heads=num_heads, max_rows=max_rows)

@@ -1,0 +1,72 @@
+"""The parts of a step as fused Triton kernels. Importing this imports triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
+from worker.attention.fused_prefill import FusedPrefillAttention
+from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
+from worker.attention.triton_decode import TritonDecodeAttention
+from worker.causal_lm import StepAttention
+from worker.decode_inputs import DecodeViews
+from worker.kernels.decode_workspace import DecodeWorkspace
+from worker.kernels.greedy import RowState, greedy, pick_tokens
+from worker.kv_cache import KVCache
+from worker.step_kernels import Outputs
+
+
+class TritonKernels:
+    """See worker.step_kernels.StepKernels. Steps must follow each other on one stream: they share a workspace."""
+
+    def __init__(self, kv_cache: KVCache, *, num_heads: int, max_rows: int) -> None:
+        self.kv_cache = kv_cache
+        _, _, _, _, num_kv_heads, head_dim = kv_cache.storage.shape
+        self.workspace = DecodeWorkspace(
+            max_rows=max_rows,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            device=kv_cache.storage.device,
+        )
+
+    def tokens(self, inputs: DecodeViews) -> torch.Tensor:
+        """See StepKernels."""
+        return pick_tokens(inputs.token_ids, inputs.sources, inputs.last_tokens)
+
+    def decode(self, inputs: DecodeViews) -> StepAttention:
+        """See StepKernels."""
+        return TritonDecodeAttention(
+            self.kv_cache, block_tables=inputs.block_tables, positions=inputs.positions, workspace=self.workspace
+        )
+
+    def fresh(self, *, slots: torch.Tensor) -> StepAttention:
+        """See StepKernels."""
+        return FusedPrefillAttention(FreshPrefillAttention(self.kv_cache, slots=slots))
+
+    def chunk(
+        self, *, slots: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, context_len: torch.Tensor
+    ) -> StepAttention:
+        """See StepKernels."""
+        return FusedPrefillAttention(
+            ChunkPrefillAttention(
+                self.kv_cache, slots=slots, positions=positions, block_table=block_table, context_len=context_len
+            )
+        )
+
+    def segments(self, *, slots: torch.Tensor, segments: Sequence[PrefillSegment]) -> StepAttention:
+        """See StepKernels."""
+        return FusedPrefillAttention(PagedPrefillAttention(self.kv_cache, slots=slots, segments=segments))
+
+    def greedy(self, logits: torch.Tensor) -> Outputs:
+        """See StepKernels."""
+        return greedy(logits)
+
+    def advance(self, logits: torch.Tensor, inputs: DecodeViews) -> Outputs:
+        """See StepKernels."""
+        state = RowState(
+            last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
+        )
+        return greedy(logits, state)
