@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from worker.caching_allocator import GRANULE, CachingPool, round_up
-from worker.causal_lm import ModelShape
-from worker.graph_memory import executable_bytes, graph_bytes, walk_region
+from worker.graph_memory import StepMemory
 from worker.graphs.backend import MemoryReading
 from worker.graphs.dispatcher import Dispatcher
 from worker.graphs.key import GraphKey
@@ -53,32 +52,23 @@ class CaptureForecast:
 
 def forecast_captures(
     keys: Sequence[GraphKey],
-    shape: ModelShape,
-    dtype: torch.dtype,
+    memory: StepMemory,
     *,
-    block_size: int,
     free_bytes: int,
     use_pool: bool = True,
     max_bytes: int | None = None,
 ) -> CaptureForecast:
     """Go through the captures of `keys` as a worker would that has `free_bytes` left on its device."""
-
-    def size_of(key: GraphKey) -> int:
-        return graph_bytes(key, shape, dtype, block_size=block_size)
-
-    def walk(key: GraphKey, pool: CachingPool) -> None:
-        walk_region(key, shape, dtype, pool, block_size=block_size)
-
-    backend = CountingCapture(walk, executable_bytes(shape), free_bytes)
+    backend = CountingCapture(memory, free_bytes)
     pool, dispatcher = GraphPool(backend, use_pool=use_pool, max_bytes=max_bytes), Dispatcher()
-    plan = plan_captures(keys, size_of=size_of)
+    plan = plan_captures(keys, size_of=memory.graph_bytes)
     session = CaptureSession(
         plan,
         lambda key: CaptureRegion(run=lambda: key),
         pool=pool,
         dispatcher=dispatcher,
         options=SessionOptions(precheck="never"),
-        size_of=size_of,
+        size_of=memory.graph_bytes,
     )
     session.run()
     order = {key: number for number, key in enumerate(plan.keys, 1)}
@@ -86,26 +76,24 @@ def forecast_captures(
         GraphLine(
             key=key,
             order=order.get(key),
-            alone_bytes=size_of(key),
+            alone_bytes=memory.graph_bytes(key),
             added_bytes=pool.bytes_by_key.get(key, 0),
             fits=key in session.graphs,
             reason=dispatcher.dropped.get(key, ""),
         )
         for key in (*plan.keys, *(dropped.key for dropped in plan.dropped))
     )
-    executables = len(session.graphs) * executable_bytes(shape)
+    executables = len(session.graphs) * memory.executable_bytes()
     return CaptureForecast(lines=lines, pool_bytes=backend.memory().reserved_bytes, executable_bytes=executables)
 
 
 class CountingCapture:
-    """A CaptureBackend on which nothing runs: regions return their key, and `walk` says what that key allocates."""
+    """A CaptureBackend on which nothing runs: regions return their key, and `memory` says what that key allocates."""
 
-    def __init__(
-        self, walk: Callable[[GraphKey, CachingPool], None], executable_bytes: int, capacity_bytes: int
-    ) -> None:
+    def __init__(self, memory: StepMemory, capacity_bytes: int) -> None:
         self.device = torch.device("cpu")
-        self._walk = walk
-        self._executable_bytes = executable_bytes
+        self._step = memory
+        self._executable_bytes = memory.executable_bytes()
         self._capacity_bytes = capacity_bytes
         self._pools: list[_CountedPool] = []
 
@@ -154,7 +142,7 @@ class CountingCapture:
 
     def _allocating(self, key: GraphKey, pool: CachingPool) -> None:
         try:
-            self._walk(key, pool)
+            self._step.walk(key, pool)
         except MemoryError as error:
             raise torch.OutOfMemoryError(str(error)) from error
 

@@ -15,6 +15,7 @@ from worker.capture_forecast import CaptureForecast, forecast_captures
 from worker.causal_lm import ModelShape
 from worker.config import WorkerConfig
 from worker.errors import UnsupportedModel
+from worker.graph_memory import StepMemory
 from worker.graph_runner import num_scratch_blocks, worker_keys
 from worker.load_causal_lm import load_causal_lm
 from worker.model.architecture import SUPPORTED_MODEL_TYPES, DecoderConfig
@@ -114,9 +115,7 @@ def plan_memory(config: WorkerConfig, gpu_bytes: int, *, context_bytes: int = CO
     if shapes.has_graphs:
         graphs = forecast_captures(
             worker_keys(shapes.tiers, shapes.buckets, shapes.prefill_buckets),
-            shape,
-            dtype,
-            block_size=config.block_size,
+            StepMemory(shape, dtype, config.block_size, fused=config.kernels != "torch"),
             free_bytes=max(free - kv.num_bytes - inputs, 0),
             use_pool=config.use_graph_pool,
             max_bytes=config.max_graph_bytes,
@@ -151,9 +150,10 @@ def static_input_bytes(shapes: Shapes) -> int:
 
 
 def _load_format(config: WorkerConfig) -> str:
+    """A hub id's weights are not fetched, and where there are none the config is enough."""
     path = Path(config.model).expanduser()
-    is_here = config.model == EMBEDDED_MODEL or path.is_dir() or path.suffix == ".gguf"
-    return config.load_format if is_here else "dummy"
+    has_weights = path.suffix == ".gguf" or any(path.glob("*.safetensors"))
+    return config.load_format if config.model == EMBEDDED_MODEL or has_weights else "dummy"
 
 
 def _model_without_weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
     from worker.config import WorkerConfig
 
 DEFAULT_GPU_BYTES = 80 * 10**9
+
+
+class ModelImpl(StrEnum):
+    """Whose model code runs."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    TRANSFORMERS = "transformers"
+
+
+class Kernels(StrEnum):
+    """Whose kernels run between matrix products."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    TRITON = "triton"
 
 
 def plan(
@@ -40,8 +57,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     load_format: options.LoadFormatOption = LoadFormat.AUTO,
     model_impl: Annotated[
-        str, typer.Option(metavar="auto|native|transformers", help="Whose model code runs.", rich_help_panel=MODEL)
-    ] = "auto",
+        ModelImpl, typer.Option(help="The native decoder, or transformers' own code.", rich_help_panel=MODEL)
+    ] = ModelImpl.AUTO,
     dtype: options.DtypeOption = Dtype.AUTO,
     cache_dir: options.CacheDir = None,
     max_model_len: options.MaxModelLen = None,
@@ -53,6 +70,9 @@ def plan(
     kv_cache_mib: options.KvCacheMib = None,
     gpu_memory_fraction: options.GpuMemoryFraction = 0.85,
     graphs: options.GraphsOption = Graphs.AUTO,
+    kernels: Annotated[
+        Kernels, typer.Option(help="auto: fused Triton kernels. torch: torch's own.", rich_help_panel=ENGINE)
+    ] = Kernels.AUTO,
     graph_pool: Annotated[
         bool, typer.Option(help="One pool of memory for all graphs, or one for each.", rich_help_panel=ENGINE)
     ] = True,
@@ -84,7 +104,8 @@ def plan(
     with usage_errors():
         config = replace(
             config,
-            model_impl=model_impl,
+            model_impl=model_impl.value,
+            kernels=kernels.value,
             block_size=block_size,
             use_graph_pool=graph_pool,
             max_graph_bytes=None if max_graph_mib is None else max_graph_mib << 20,

@@ -119,14 +119,26 @@ def _graph_values(line: GraphLine, measured: MeasuredMemory | None) -> dict[str,
 
 
 def _parts(plan: MemoryPlan, measured: MeasuredMemory | None) -> dict[str, tuple[int, int | None]]:
-    return {
-        "weights": (plan.weights_bytes, measured and measured.weights_bytes),
-        "KV pool": (plan.kv.num_bytes, measured and measured.kv_bytes),
-        "static inputs": (plan.inputs_bytes, measured and measured.inputs_bytes),
-        "graphs": (plan.graph_bytes, measured and measured.graph_bytes),
-        "CUDA context, workspaces": (plan.context_bytes, measured and _rest(measured)),
-        "in all": (plan.used_bytes, measured and measured.used_bytes),
+    """Expected and measured bytes by name."""
+    expected = {
+        "weights": plan.weights_bytes,
+        "KV pool": plan.kv.num_bytes,
+        "static inputs": plan.inputs_bytes,
+        "graphs": plan.graph_bytes,
+        "CUDA context, workspaces": plan.context_bytes,
+        "in all": plan.used_bytes,
     }
+    if measured is None:
+        return {name: (num_bytes, None) for name, num_bytes in expected.items()}
+    actual = (
+        measured.weights_bytes,
+        measured.kv_bytes,
+        measured.inputs_bytes,
+        measured.graph_bytes,
+        _rest(measured),
+        measured.used_bytes,
+    )
+    return {name: (expected[name], found) for name, found in zip(expected, actual, strict=True)}
 
 
 def _rest(measured: MeasuredMemory) -> int:

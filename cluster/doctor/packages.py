@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from cluster.doctor.finding import Check, Finding
 
@@ -25,7 +26,7 @@ _INSTALL = "install the project again: make setup"
 
 def package_checks() -> list[Check]:
     """Python, every package, and gRPC over loopback."""
-    packages: list[Check] = [(name, lambda name=name: check_package(name)) for name in FLOORS]
+    packages: list[Check] = [(name, partial(check_package, name)) for name in FLOORS]
     return [
         ("python", check_python),
         *packages,
