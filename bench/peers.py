@@ -33,7 +33,7 @@ def host_ms(work: Callable[[], Any], rounds: int = 30, warm: int = 5) -> float:
         work()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return 1e3 * median(seconds)
+    return float(1e3 * median(seconds))
 
 
 def device_ms(work: Callable[[], Any], rounds: int = 50, blocks: int = 5) -> float:
@@ -48,7 +48,7 @@ def device_ms(work: Callable[[], Any], rounds: int = 50, blocks: int = 5) -> flo
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / rounds)
-    return median(times)
+    return float(median(times))
 
 
 @torch.no_grad()

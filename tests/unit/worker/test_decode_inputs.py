@@ -80,11 +80,13 @@ def test_a_new_block_another_order_or_a_token_from_the_host_is_uploaded() -> Non
     a, b = sequence([1, 1], [1], in_flight=1), sequence([2, 2], [2], in_flight=1)
     subject._rows_of = {a: 0, b: 1}
     subject.fill(batch(a, b), 2)
-    for change in (lambda: a.block_table.append(3), lambda: setattr(b, "num_in_flight", 0)):
-        uploads = subject.num_uploads
-        change()
-        subject.fill(batch(a, b), 2)
-        assert subject.num_uploads == uploads + 1
+    uploads = subject.num_uploads
+    a.block_table.append(3)
+    subject.fill(batch(a, b), 2)
+    assert subject.num_uploads == uploads + 1
+    b.num_in_flight = 0
+    subject.fill(batch(a, b), 2)
+    assert subject.num_uploads == uploads + 2
     b.num_in_flight = 1
     uploads = subject.num_uploads
     subject.fill(batch(b, a), 2)

@@ -34,7 +34,7 @@ def script_engine(next_token: NextToken, **options: Any) -> tuple[Engine, Script
     return build(next_token, max_ahead=AHEAD, **options)
 
 
-def speaker(text: str):
+def speaker(text: str) -> NextToken:
     script = spell(text)
     return lambda sequence: script.get(sequence.num_generated, EOS)
 

@@ -48,8 +48,9 @@ def running(
         time.sleep(step_s)
         return ord("x")
 
-    engine, runner = script_engine(next_token, clock=time.monotonic, **options)  # type: ignore[arg-type]
-    sink, deaths = Sink(), []
+    engine, runner = script_engine(next_token, clock=time.monotonic, **options)
+    sink = Sink()
+    deaths: list[BaseException] = []
     thread = EngineThread(engine, sink, on_death=deaths.append)
     try:
         yield thread, sink, runner, deaths

@@ -146,7 +146,7 @@ def test_a_graph_that_disagrees_with_eager_is_quarantined_by_name_and_the_tokens
                 replay()
                 recorded.outputs[0].add_(torch.arange(VOCAB))
 
-            recorded.replay = spoilt
+            recorded.replay = spoilt  # type: ignore[method-assign]
         return recorded
 
     capturing: list[GraphKey] = []

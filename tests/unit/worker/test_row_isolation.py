@@ -118,7 +118,8 @@ def test_lengths_at_tier_edges_and_batches_at_bucket_edges_equal_the_request_alo
         )
         for i in range(batch)
     ]
-    engine, answers = tiny_engine(MODEL, prefill_chunk=64), defaultdict(list)
+    engine = tiny_engine(MODEL, prefill_chunk=64)
+    answers: Answers = defaultdict(list)
     for request in requests:
         engine.add(request)
     while engine.has_work:
