@@ -70,7 +70,8 @@ def forecast_captures(
         options=SessionOptions(precheck="never"),
         size_of=memory.graph_bytes,
     )
-    session.run()
+    while session.capture_next() is not None:
+        pass
     order = {key: number for number, key in enumerate(plan.keys, 1)}
     lines = tuple(
         GraphLine(
