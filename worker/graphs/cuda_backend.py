@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from worker.graphs.backend import MemoryReading, PoolHandle
+from worker.graphs.capture_recovery import end_capture, give_back
 from worker.graphs.region import storage_of
 from worker.graphs.traps import check_driver
 
 CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
-
-_ABANDONED: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture was invalidated: torch's allocators may still hold a reference to them, so they are never freed."""
 
 
 class CudaCapture:
@@ -69,6 +67,7 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph(keep_graph=self._keep_graph)
         for generator in generators:
             graph.register_generator_state(generator)
+        _drop_library_workspaces()
         with self._on_capture_stream():
             outputs, seconds = self._record(graph, run, pool)
         if not keep_outputs:
@@ -76,7 +75,7 @@ class CudaCapture:
         return CudaGraph(graph, outputs, seconds, _count_nodes(graph) if self._keep_graph else None)
 
     def is_usable(self, pool: PoolHandle, generators: Sequence[torch.Generator] = ()) -> bool:
-        """Capture one operation into the pool; this also takes the generators out of a capture that broke."""
+        """Try: capture one operation into the pool, or a new one; either takes the generators out of a broken capture."""
         if self._can_capture(pool, generators):
             return True
         self._can_capture(self.new_pool(), generators)
@@ -89,6 +88,7 @@ class CudaCapture:
 
     def trim(self) -> None:
         """Return cached blocks to the driver; waits for the device."""
+        _drop_library_workspaces()
         torch.cuda.empty_cache()
 
     def current_stream(self) -> Hashable:
@@ -101,8 +101,8 @@ class CudaCapture:
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def _can_capture(self, pool: PoolHandle, generators: Sequence[torch.Generator]) -> bool:
-        probe = torch.zeros(1, device=self.device)
         try:
+            probe = torch.zeros(1, device=self.device)
             self.capture(lambda: probe + 1, pool=pool, generators=generators).reset()
         except RuntimeError:
             return False
@@ -127,39 +127,18 @@ class CudaCapture:
         try:
             graph.capture_begin(pool=pool, capture_error_mode=self._error_mode)
         except BaseException:
-            self._clean_up(graph, pool)
+            give_back(graph, pool, self.stream.device_index)
             raise
         try:
             outputs = run()
-        except BaseException:
-            self._abandon(graph, pool)
-            raise
-        started = time.perf_counter()
-        try:
+            started = time.perf_counter()
             graph.capture_end()
             if self._keep_graph:
                 graph.instantiate()
         except BaseException:
-            self._clean_up(graph, pool)
+            end_capture(graph, pool, self.stream)
             raise
         return outputs, time.perf_counter() - started
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle) -> None:
-        """End a capture whose region raised."""
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            self._clean_up(graph, pool)
-        else:
-            graph.reset()
-
-    def _clean_up(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle) -> None:
-        """After a failed end of capture, take back what torch only takes back after a good one."""
-        _ABANDONED.append(graph)
-        index = self.device.index
-        for give_back in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            with contextlib.suppress(RuntimeError, AttributeError):
-                getattr(torch._C, give_back)(index, pool)
 
     def _unowned(self, output: Tensor, outside: Collection[int]) -> Tensor:
         """The same memory without a claim on it, so that later graphs of the pool may use it too."""
@@ -210,6 +189,15 @@ def alias_without_owning(tensor: Tensor) -> Tensor:
     assert memory.data_ptr() == storage.data_ptr()
     whole = memory[: storage.nbytes() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _drop_library_workspaces() -> None:
+    """Have cuBLAS allocate its workspaces anew: in the pool, if a capture is next.
+
+    Newer torch frees the capture stream's workspaces with every graph that is reset. A workspace of warm-up would then
+    become someone else's memory, under the graphs that remain; one in the pool stays theirs.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def _driver_version() -> int | None:

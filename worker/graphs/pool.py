@@ -115,8 +115,11 @@ class GraphPool:
         return self._handle
 
     def _after_failure(self, handle: PoolHandle, generators: Sequence[torch.Generator]) -> None:
-        """Leave a handle behind that a failed capture has spoilt."""
-        if not self.backend.is_usable(handle, generators) or not self._graphs:
+        """Leave a handle behind that a failed capture has spoilt, or that no graph holds any more."""
+        is_held = self._use_pool and bool(
+            self._graphs
+        )  # torch does not accept a handle again whose graphs are all gone
+        if not self.backend.is_usable(handle if is_held else self.backend.new_pool(), generators) or not is_held:
             self._handle = None
 
     def _enforce_cap(self, key: GraphKey) -> None:

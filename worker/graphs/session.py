@@ -142,6 +142,7 @@ class CaptureSession:
             self._give_up(key, str(error))
             if self._options.is_strict:
                 raise
+            _free_frames(error)
             stage, detail = CaptureStage.DROPPED, str(error)
         except Exception as error:
             self._give_up(key, f"{type(error).__name__} while capturing")

@@ -16,8 +16,29 @@ from worker.graphs.operator_mode import OperatorMode
 from worker.graphs.precheck import named_call
 from worker.graphs.region import storage_of
 
-NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
 NOT_REGISTERED = "Attempt to increase offset for a CUDA generator not in capture mode."
+
+
+class RefusedCall(torch.AcceleratorError):
+    """What torch raises for a call that CUDA refuses during a capture: its wording, around the name of the call."""
+
+    error_code = 900
+    """cudaErrorStreamCaptureUnsupported."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(call)
+        self.call = call
+
+    def __str__(self) -> str:
+        return (
+            f"CUDA error: operation not permitted when stream is capturing ({self.call})\n"
+            "Search for `cudaErrorStreamCaptureUnsupported' in "
+            "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.\n"
+            "CUDA kernel errors might be asynchronously reported at some other API call, "
+            "so the stacktrace below might be incorrect.\n"
+            "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+            "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +137,9 @@ class _Recorder(OperatorMode):
 
     def _refuse(self, func: OpOverload, arguments: dict[str, Any]) -> None:
         if operators.is_host_read(func) or operators.has_data_dependent_shape(func, arguments):
-            raise RuntimeError(f"{NOT_PERMITTED} ({func})")
+            raise RefusedCall(f"{func}")
         if operators.changes_memory(func, arguments):
-            raise RuntimeError(f"{NOT_PERMITTED} ({func} allocates)")
+            raise RefusedCall(f"{func} allocates")
         if operators.is_random(func, arguments):
             generator = arguments.get("generator")
             known = (torch.default_generator, *self._generators)
@@ -158,5 +179,5 @@ class _RefuseHostCalls(TorchFunctionMode):
     ) -> Any:
         verdict = named_call(func, args, kwargs or {})
         if verdict is not None:
-            raise RuntimeError(f"{NOT_PERMITTED} ({verdict[1]})")
+            raise RefusedCall(verdict[1])
         return func(*args, **(kwargs or {}))

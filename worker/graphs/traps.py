@@ -100,19 +100,49 @@ def check_driver(driver: int | None, built_for: str | None) -> None:
 
 def is_device_fault(error: BaseException) -> bool:
     """Whether the error leaves the CUDA context unusable, so that the process must exit."""
+    if isinstance(error, errors.DeviceFault):
+        return True
+    code = getattr(error, "error_code", None)  # of a torch.AcceleratorError: a cudaError_t
+    if isinstance(code, int):
+        return code in _FAULT_CODES
     message = f"{error}".lower()
-    return isinstance(error, errors.DeviceFault) or any(phrase in message for phrase in _FAULTS)
+    return any(phrase in message for phrase in _FAULTS)
 
 
+_FAULT_CODES = frozenset(
+    {
+        214,  # uncorrectable ECC error
+        220,  # uncorrectable NVLink error
+        226,  # a contained hardware error
+        700,  # illegal address
+        702,  # launch timeout
+        709,  # context is destroyed
+        710,  # device-side assert
+        714,  # hardware stack error
+        715,  # illegal instruction
+        716,  # misaligned address
+        717,  # invalid address space
+        718,  # invalid program counter
+        719,  # launch failure
+        721,  # tensor memory leak
+    }
+)
+"""Those of CUDA's errors after which every call in this process fails."""
+
+# In messages without a code: torch's own wording around any CUDA error speaks of "device-side assertions" too.
 _FAULTS = (
     "illegal memory access",
-    "device-side assert",
+    "device-side assert triggered",
     "misaligned address",
     "illegal instruction",
     "illegal address",
     "invalid program counter",
     "unspecified launch failure",
+    "launch timed out",
+    "context is destroyed",
+    "global/shared address space",
     "uncorrectable ecc",
+    "uncorrectable nvlink",
     "hardware stack error",
 )
 _COMPILERS = ("/triton/", "/torch/_inductor/", "/torch/_dynamo/", "/torch/utils/cpp_extension")

@@ -10,6 +10,7 @@ from types import CodeType
 import pytest
 import torch
 
+from tests.fakes.torch_captures import accelerator_error
 from worker.errors import WorkerError
 from worker.graphs import errors
 from worker.graphs.errors import GraphError
@@ -157,8 +158,59 @@ def test_a_driver_that_is_too_old_or_missing_is_refused(
         check_driver(driver, built_for)
 
 
+WORDING = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+"""What torch writes below every error of CUDA."""
+
+
 def test_only_errors_that_lose_the_context_are_device_faults() -> None:
     assert is_device_fault(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert is_device_fault(RuntimeError("Triton Error [CUDA]: device-side assert triggered"))
     assert is_device_fault(errors.DeviceFault("gone"))
-    assert not is_device_fault(RuntimeError(REFUSED))
+    assert not is_device_fault(RuntimeError(REFUSED + WORDING))
+    assert not is_device_fault(torch.AcceleratorError(REFUSED + WORDING))
     assert not is_device_fault(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "is_fault"),
+    [
+        (700, "an illegal memory access was encountered", True),
+        (719, "unspecified launch failure", True),
+        (710, "device-side assert triggered", True),
+        (214, "uncorrectable ECC error encountered", True),
+        (714, "hardware stack error", True),
+        (721, "worded in no way that is known", True),
+        (1, "invalid argument", False),
+        (2, "out of memory", False),
+        (9, "invalid configuration argument", False),
+        (900, "operation not permitted when stream is capturing", False),
+        (901, "operation failed due to a previous error during capture", False),
+        (904, "capturing stream has unjoined work", False),
+    ],
+)
+def test_the_code_of_an_error_decides_whether_the_context_is_lost(code: int, message: str, is_fault: bool) -> None:
+    error = accelerator_error(f"CUDA error: {message}{WORDING}", code)
+    assert is_device_fault(error) is is_fault
+    assert isinstance(diagnose(error, stage="capture"), errors.DeviceFault) is is_fault
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("operation not permitted when stream is capturing", 900, errors.HostSyncInRegion),
+        ("operation failed due to a previous error during capture", 901, errors.OtherThreadCall),
+        ("capturing stream has unjoined work", 904, errors.UnjoinedStream),
+        ("operation would make the legacy stream depend on a capturing blocking stream", 906, errors.OtherThreadCall),
+    ],
+)
+def test_the_wording_around_an_error_of_cuda_hides_no_meaning(name: str, code: int, expected: type[GraphError]) -> None:
+    def fail() -> None:
+        raise accelerator_error(f"CUDA error: {name}{WORDING}", code)
+
+    explained = diagnose(raised(fail), stage="capture")
+    assert type(explained) is expected
+    assert explained.detail == f"CUDA error: {name}"
