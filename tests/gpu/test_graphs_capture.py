@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,7 @@ def test_an_alias_reads_the_memory_and_does_not_keep_it() -> None:
         assert (alias.shape, alias.stride(), alias.dtype) == (owner.shape, owner.stride(), owner.dtype)
         assert torch.equal(alias, owner)
         assert alias.data_ptr() == owner.data_ptr()
+    gc.collect()
     before = torch.cuda.memory_allocated()
     large = torch.zeros(1 << 20, device="cuda")
     alias = alias_without_owning(large)
