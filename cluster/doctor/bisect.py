@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from worker.attention.fixed_prefill import FreshPrefillAttention
 
 PROBE_TOKENS = 8
 
@@ -32,23 +37,49 @@ class BisectReport:
 
 
 def bisect_model(name: str, *, cache_dir: Path | None = None) -> BisectReport:
-    """Capture the model as transformers builds it, with random weights, then its parts; on the CPU by emulation.
+    """Capture the model as transformers builds it, over our paged attention, with random weights; then its parts.
 
-    Raises ModelLoadError when there is no such model.
+    Without a GPU the captures are emulated. Raises ModelLoadError when there is no such model, UnsupportedModel when its
+    attention cannot be replaced.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from worker.generic.attention import IMPLEMENTATION, attending
     from worker.model.source import resolve_model
 
     files = resolve_model(name, load_format="dummy", cache_dir=cache_dir)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = AutoConfig.for_model(**{"model_type": files.config["model_type"], **files.config})
     torch.manual_seed(0)
-    with torch.device(device):
+    with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    tokens = torch.arange(PROBE_TOKENS, device=device)[None] % config.get_text_config().vocab_size
-    return bisect_module(model.eval().requires_grad_(False), name, {"input_ids": tokens, "use_cache": False})
+    model.set_attn_implementation(IMPLEMENTATION)
+    tokens = torch.arange(PROBE_TOKENS, device=device)
+    inputs = {"input_ids": tokens[None], "position_ids": tokens[None], "use_cache": False}
+    with attending(_probe_attention(config, device)):
+        return bisect_module(model.eval().requires_grad_(False), name, inputs)
+
+
+def _probe_attention(config: Any, device: torch.device) -> FreshPrefillAttention:
+    """Attention of one prompt over a KV pool that holds just it."""
+    import torch
+
+    from worker.attention.fixed_prefill import FreshPrefillAttention
+    from worker.kv_cache import KVCache
+
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    cache = KVCache(
+        num_layers=text.num_hidden_layers,
+        num_blocks=2,
+        block_size=PROBE_TOKENS,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    return FreshPrefillAttention(cache, slots=torch.arange(PROBE_TOKENS, 2 * PROBE_TOKENS, device=device))
 
 
 def bisect_module(module: Any, name: str, kwargs: dict[str, Any]) -> BisectReport:

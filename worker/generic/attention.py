@@ -15,7 +15,9 @@ from worker.errors import UnsupportedModel
 
 IMPLEMENTATION = "graphpool_paged"
 
-_KNOWN_OPTIONS = frozenset({"is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+_KNOWN_OPTIONS = frozenset(
+    {"is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
 _step: ContextVar[StepAttention] = ContextVar("graphpool_step_attention")
 
 
