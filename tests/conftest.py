@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Read by gRPC when it is imported, and any test may import it before one starts Ray: its fork handlers hang Ray's daemons.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# Read by Triton when it is imported: without a GPU its kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -15,12 +15,14 @@ from triton.runtime.jit import JITFunction
 
 from worker.kernels import device
 
+HOPPER = GPUTarget("cuda", 90, 32)
+
 
 class _Driver:
     """What the compiler asks of a driver."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return HOPPER
 
     def get_current_device(self) -> int:
         return 0
@@ -28,26 +30,41 @@ class _Driver:
     def get_current_stream(self, device: int) -> int:
         return 0
 
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
 
 @contextmanager
-def compiling_only() -> Iterator[dict[str, Any]]:
-    """Kernels launched inside on CPU tensors are compiled as for a GPU; yields them by name."""
+def compiling_for_hopper() -> Iterator[list[Any]]:
+    """Kernels launched inside, on CPU tensors, are compiled as a Hopper GPU would get them; yields what was compiled.
+
+    Needs a process without Triton's interpreter, in which no kernel's module has been imported yet.
+    """
     assert not triton.knobs.runtime.interpret
-    compiled: dict[str, Any] = {}
+    compiled: list[Any] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kernel = run(self, *args, **(kwargs | {"warmup": True}))
-        compiled[self.__name__] = kernel
-        return kernel
+        compiled.append(run(self, *args, **(kwargs | {"warmup": True})))
+        return compiled[-1]
 
     driver.set_active(_Driver())
     JITFunction.run = functools.wraps(run)(compile_only)
-    try:
-        yield compiled
-    finally:
-        JITFunction.run = run
-        driver._active = None
+    device.launches_programmatically = lambda _: True  # type: ignore[assignment]
+    device.num_sms = lambda _: 132  # type: ignore[assignment]
+    yield compiled
+    JITFunction.run = run
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """What matters of a compiled kernel: its name, size of shared memory in bytes, and instructions of note."""
+    ptx = kernel.asm["ptx"]
+    return {
+        "name": kernel.metadata.name,
+        "shared_bytes": kernel.metadata.shared,
+        "waits": "griddepcontrol.wait" in ptx,
+        "launch_pdl": kernel.metadata.launch_pdl,
+        "uses_tensor_cores": "mma.sync" in ptx,
+        "copies_asynchronously": "cp.async" in ptx,
+    }
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)

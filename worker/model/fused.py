@@ -28,7 +28,7 @@ def fused_forward(
     normed = rms_norm(residual, layers[0].input_norm, eps)
     for layer, next_norm in zip(layers, next_norms, strict=True):
         qkv = linear(normed, layer.qkv_weight, layer.qkv_bias)
-        attended = attend.attend_qkv(layer.index, qkv, positions, _layout(layer, decoder.rope_table))
+        attended = attend.attend_qkv(layer.index, qkv, positions, layer_layout(layer, decoder.rope_table))
         projected = linear(attended, layer.o_weight, layer.o_bias)
         normed = rms_norm(projected, layer.post_attention_norm, eps, residual=residual)
         gated = silu_mul(linear(normed, layer.gate_up_weight, layer.gate_up_bias))
@@ -36,7 +36,8 @@ def fused_forward(
     return normed
 
 
-def _layout(layer: DecoderLayer, rope_table: torch.Tensor) -> QkvLayout:
+def layer_layout(layer: DecoderLayer, rope_table: torch.Tensor) -> QkvLayout:
+    """How the layer's fused projection is read."""
     return QkvLayout(
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,

@@ -1,0 +1,55 @@
+"""Every kernel compiles for Hopper without a GPU, at the shapes of the public models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_BYTES_OF_A_HOPPER_SM = 227 << 10
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.compile_kernels"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    return found
+
+
+def test_every_kernel_of_a_step_compiles_for_every_shape(compiled: list[dict[str, Any]]) -> None:
+    assert {kernel["name"] for kernel in compiled} == {
+        *("_rms_norm", "_silu_mul", "_rope_and_cache", "_decode_attention"),
+        *("_block_best", "_row_best", "_pick_tokens"),
+    }
+
+
+def test_every_kernel_starts_early_and_waits(compiled: list[dict[str, Any]]) -> None:
+    assert all(kernel["waits"] and kernel["launch_pdl"] for kernel in compiled)
+
+
+def test_two_programs_of_the_attention_share_a_multiprocessor(compiled: list[dict[str, Any]]) -> None:
+    assert all(2 * kernel["shared_bytes"] <= SHARED_BYTES_OF_A_HOPPER_SM for kernel in compiled)
+
+
+def test_attention_in_half_precision_uses_tensor_cores_and_asynchronous_copies(compiled: list[dict[str, Any]]) -> None:
+    attention = [kernel for kernel in compiled if kernel["name"] == "_decode_attention"]
+    assert all(kernel["copies_asynchronously"] for kernel in attention)
+    in_half_precision = attention[:-2]  # the last shape is in single precision
+    assert all(kernel["uses_tensor_cores"] for kernel in in_half_precision)
