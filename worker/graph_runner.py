@@ -11,7 +11,7 @@ import torch
 from worker.batch import Batch
 from worker.block_pool import PADDING_BLOCK, BlockPool
 from worker.chooser import needs_logits
-from worker.graph_memory import graph_bytes
+from worker.graph_memory import StepMemory
 from worker.graph_regions import CHUNK, FRESH, GraphRegions
 from worker.graphs.backend import CaptureBackend
 from worker.graphs.captured import CapturedGraph
@@ -23,9 +23,10 @@ from worker.graphs.progress import CaptureProgress
 from worker.graphs.self_check import SelfCheck
 from worker.graphs.session import CaptureSession, SessionOptions
 from worker.kv_cache import KVCache
-from worker.load import GraphReadiness
+from worker.load import GraphReadiness, GraphSnapshot, GraphUse
 from worker.pending import PendingStep
 from worker.runner import EagerRunner
+from worker.step_kernels import TorchKernels
 from worker.tiers import BucketTable, TierTable
 
 log = logging.getLogger(__name__)
@@ -79,21 +80,42 @@ class GraphRunner:
             prefill_inputs=eager.prefill_inputs,
             scratch_blocks=scratch,
         )
+        self.pool = GraphPool(backend, use_pool=options.use_pool, max_bytes=options.max_bytes)
+        memory = StepMemory(
+            eager.model.shape,
+            self.kv_cache.storage.dtype,
+            self.kv_cache.block_size,
+            fused=not isinstance(eager.kernels, TorchKernels),
+        )
         self.session = CaptureSession(
-            plan_captures(worker_keys(eager.tiers, buckets, prefill_buckets), size_of=self._size_of),
+            plan_captures(worker_keys(eager.tiers, buckets, prefill_buckets), size_of=memory.graph_bytes),
             regions,
-            pool=GraphPool(backend, use_pool=options.use_pool, max_bytes=options.max_bytes),
+            pool=self.pool,
             dispatcher=self.dispatcher,
             options=SessionOptions(two_pass=options.two_pass),
             self_check=SelfCheck() if options.self_check else None,
             on_progress=on_progress,
-            size_of=self._size_of,
+            size_of=memory.graph_bytes,
         )
 
     @property
     def readiness(self) -> GraphReadiness:
         """See Runner."""
         return self.session.readiness
+
+    def graph_snapshot(self) -> GraphSnapshot:
+        """See Runner."""
+        dispatcher = self.dispatcher
+        replays = dict.fromkeys(self.session.graphs, 0) | dispatcher.replays
+        return GraphSnapshot(
+            uses=tuple(GraphUse(key.phase, key.tier, key.bucket, key.variant, n) for key, n in replays.items()),
+            misses=tuple((reason.name.lower(), count) for reason, count in dispatcher.misses.items()),
+            padding_rows=sum(dispatcher.padding_rows.values()),
+            quarantined=len(dispatcher.quarantined),
+            dropped=len(dispatcher.dropped),
+            pool_bytes=self.pool.used_bytes,
+            capture_s=self.session.seconds,
+        )
 
     def prepare_next(self) -> bool:
         """Warm up or capture one key. The static inputs and the padding block are left inert."""
@@ -141,9 +163,6 @@ class GraphRunner:
         is_fresh = batch.segments[0].start == 0
         tier, variant = (0, FRESH) if is_fresh else (batch.tier, CHUNK)
         return self.dispatcher.dispatch("prefill", tier, batch.num_tokens, variant)
-
-    def _size_of(self, key: GraphKey) -> int:
-        return graph_bytes(key, self.eager.model.shape, self.kv_cache.storage.dtype)
 
     @property
     def graphs(self) -> Collection[CapturedGraph]:

@@ -14,13 +14,13 @@ class LiveMemory(TorchDispatchMode):
     """Counts storages that are made inside `with`, and when they die."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now_bytes = 0
         self.peak_bytes = 0
         self._known: set[int] = set()
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

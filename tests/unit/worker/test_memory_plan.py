@@ -15,7 +15,13 @@ from worker.memory_measure import measure_memory
 from worker.memory_plan import CONTEXT_BYTES, MemoryPlan, plan_memory
 
 GIB = 1 << 30
-SMALL = {"max_batch": 4, "prefill_chunk": 16, "block_size": 4, "kv_cache_bytes": 1 << 20, "dtype": "float32"}
+SMALL: dict[str, Any] = {
+    "max_batch": 4,
+    "prefill_chunk": 16,
+    "block_size": 4,
+    "kv_cache_bytes": 1 << 20,
+    "dtype": "float32",
+}
 
 
 def plan(model: Path, gpu_bytes: int = 8 * GIB, **changes: Any) -> MemoryPlan:
@@ -29,9 +35,7 @@ NEOX = config_dict("gpt_neox", num_key_value_heads=4, head_dim=8)
 def test_weights_and_kv_pool_are_those_of_the_built_worker(config: dict[str, Any], tmp_path: Path) -> None:
     model = write_config(tmp_path, config)
     planned = plan(model, load_format="dummy", kernels="torch")
-    built = measure_memory(
-        WorkerConfig(model=str(model), device="cpu", graphs="fake", load_format="dummy", **SMALL)  # type: ignore[arg-type]
-    )
+    built = measure_memory(WorkerConfig(model=str(model), device="cpu", graphs="fake", load_format="dummy", **SMALL))
     assert planned.weights_bytes == built.weights_bytes
     assert planned.kv.num_bytes == built.kv_bytes
     assert planned.kv.num_blocks == built.num_blocks
