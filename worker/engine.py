@@ -11,7 +11,7 @@ from worker.chooser import StepOutput
 from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, RequestAborted, WorkerError
 from worker.kv_cache import KVCache
 from worker.live_request import Decode, LiveRequest
-from worker.load import EngineInfo, LoadSnapshot
+from worker.load import EngineInfo, GraphSnapshot, LoadSnapshot
 from worker.meter import StepMeter
 from worker.pending import PendingStep
 from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, RequestFailed
@@ -150,7 +150,7 @@ class Engine:
         return self.meter.predict_s(self.scheduler.prefill_buckets.largest)
 
     def load(self) -> LoadSnapshot:
-        """What the engine holds right now."""
+        """What the engine holds right now; what its graphs have done is left to `graph_snapshot`, which costs more."""
         now_s, scheduler = self._clock(), self.scheduler
         return self.meter.snapshot(
             running=len(scheduler.running),
@@ -160,8 +160,14 @@ class Engine:
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.num_usable,
             readiness=self.runner.readiness,
+            preemptions=scheduler.num_preemptions,
+            wasted_rows=self.num_wasted_rows,
             queue_age_s=now_s - min((sequence.arrival_s for sequence in scheduler.waiting), default=now_s),
         )
+
+    def graph_snapshot(self) -> GraphSnapshot:
+        """What the runner's graphs have done so far."""
+        return self.runner.graph_snapshot()
 
     def _commit(self, batch: Batch, output: StepOutput, now_s: float) -> list[EngineEvent]:
         events: list[EngineEvent] = []

@@ -23,6 +23,37 @@ class TierLoad:
     free_slots: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class GraphUse:
+    """One captured graph, by the parts of its key, and how often it was replayed since the start."""
+
+    phase: str
+    tier: int
+    bucket: int
+    variant: str
+    replays: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSnapshot:
+    """One reading of what a runner's graphs have done since the start; empty for a runner without graphs."""
+
+    uses: tuple[GraphUse, ...] = ()
+    """By key; a key that was never replayed is there with 0."""
+    misses: tuple[tuple[str, int], ...] = ()
+    """(reason, steps that ran eagerly for it)."""
+    padding_rows: int = 0
+    """Rows and prompt tokens computed only to fill a bucket."""
+    quarantined: int = 0
+    """Keys whose graph disagreed with eager execution."""
+    dropped: int = 0
+    """Keys that were given up, for lack of memory or because they cannot be captured."""
+    pool_bytes: int = 0
+    """Device memory of all graphs."""
+    capture_s: float = 0.0
+    """Spent warming up, capturing and checking."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSnapshot:
     """One consistent reading of an engine's load."""
@@ -42,6 +73,11 @@ class LoadSnapshot:
     readiness: GraphReadiness = GraphReadiness.EAGER
     graph_replays: int = 0
     eager_steps: int = 0
+    preemptions: int = 0
+    """Rows taken back from sequences because blocks had run out."""
+    wasted_rows: int = 0
+    """Rows computed for sequences that had ended by the time their token was read."""
+    graphs: GraphSnapshot = GraphSnapshot()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,8 @@ class StepMeter:
         total_blocks: int,
         queue_age_s: float,
         readiness: GraphReadiness,
+        preemptions: int,
+        wasted_rows: int,
     ) -> LoadSnapshot:
         """The engine's numbers and these counters as one reading."""
         return LoadSnapshot(
@@ -68,6 +70,8 @@ class StepMeter:
             readiness=readiness,
             graph_replays=self.graph_replays,
             eager_steps=self.steps - self.graph_replays,
+            preemptions=preemptions,
+            wasted_rows=wasted_rows,
         )
 
 

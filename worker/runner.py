@@ -15,7 +15,7 @@ from worker.decode_inputs import DecodeInputs
 from worker.decode_step import decode_step
 from worker.inputs import PrefillInputs
 from worker.kv_cache import KVCache
-from worker.load import GraphReadiness
+from worker.load import GraphReadiness, GraphSnapshot
 from worker.pending import DoneStep, PendingStep, TokenMailbox
 from worker.step_kernels import StepKernels, TorchKernels
 from worker.tiers import TierTable
@@ -34,6 +34,9 @@ class Runner(Protocol):
     @property
     def readiness(self) -> GraphReadiness:
         """How much of it replays graphs."""
+
+    def graph_snapshot(self) -> GraphSnapshot:
+        """What its graphs have done since the start."""
 
     def can_overlap(self, batch: Batch) -> bool:
         """Whether `batch` can be launched while tokens of the step before are still on the device alone."""
@@ -82,6 +85,10 @@ class EagerRunner:
     def readiness(self) -> GraphReadiness:
         """See Runner."""
         return GraphReadiness.EAGER
+
+    def graph_snapshot(self) -> GraphSnapshot:
+        """See Runner: there are none."""
+        return GraphSnapshot()
 
     def can_overlap(self, batch: Batch) -> bool:
         """See Runner: decode takes its tokens from the device; prefill needs none that are in flight."""

@@ -11,7 +11,7 @@ from worker.block_pool import BlockPool
 from worker.chooser import StepOutput
 from worker.engine import Engine, EngineParts
 from worker.kv_cache import KVCache
-from worker.load import EngineInfo, GraphReadiness
+from worker.load import EngineInfo, GraphReadiness, GraphSnapshot
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.tiers import BucketTable, TierTable, default_buckets, default_tiers
@@ -43,6 +43,9 @@ class ScriptRunner:
     @property
     def readiness(self) -> GraphReadiness:
         return GraphReadiness.EAGER
+
+    def graph_snapshot(self) -> GraphSnapshot:
+        return GraphSnapshot()
 
     def prepare_next(self) -> bool:
         return False
