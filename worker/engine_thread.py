@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from worker.engine import Engine, check_request
@@ -36,7 +37,8 @@ class EngineThread:
         self._on_death = on_death
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._progress = ProgressWatch()
-        self._load = engine.load()
+        self._graphs = engine.graph_snapshot()
+        self._load = replace(engine.load(), graphs=self._graphs)
         self._load_due_s = 0.0
         self._is_draining = False
         self._is_stopping = False
@@ -69,7 +71,7 @@ class EngineThread:
         self._commands.put(lambda: self._engine.cancel(request_id))
 
     def load(self) -> LoadSnapshot:
-        """See EngineService; at most LOAD_INTERVAL_S old while steps run."""
+        """See EngineService; at most LOAD_INTERVAL_S old while steps run, and its graphs IDLE_WAIT_S more after them."""
         return self._load
 
     def check(self) -> None:
@@ -149,10 +151,14 @@ class EngineThread:
         return []
 
     def _refresh_load(self) -> None:
+        """The load after every step that leaves nothing to do; with it, less often, what the graphs have done."""
         now_s = time.monotonic()
-        if now_s >= self._load_due_s or not self._engine.has_work:
-            self._load = self._engine.load()
+        is_due = now_s >= self._load_due_s
+        if is_due:
+            self._graphs = self._engine.graph_snapshot()
             self._load_due_s = now_s + LOAD_INTERVAL_S
+        if is_due or not self._engine.has_work:
+            self._load = replace(self._engine.load(), graphs=self._graphs)
 
     def _end(self) -> None:
         """End every request, also those still in the command queue, and tell the host of a death."""

@@ -80,7 +80,7 @@ class GraphRunner:
             prefill_inputs=eager.prefill_inputs,
             scratch_blocks=scratch,
         )
-        self.pool = GraphPool(backend, use_pool=options.use_pool, max_bytes=options.max_bytes)
+        self.graph_pool = GraphPool(backend, use_pool=options.use_pool, max_bytes=options.max_bytes)
         memory = StepMemory(
             eager.model.shape,
             self.kv_cache.storage.dtype,
@@ -90,7 +90,7 @@ class GraphRunner:
         self.session = CaptureSession(
             plan_captures(worker_keys(eager.tiers, buckets, prefill_buckets), size_of=memory.graph_bytes),
             regions,
-            pool=self.pool,
+            pool=self.graph_pool,
             dispatcher=self.dispatcher,
             options=SessionOptions(two_pass=options.two_pass),
             self_check=SelfCheck() if options.self_check else None,
@@ -113,7 +113,7 @@ class GraphRunner:
             padding_rows=sum(dispatcher.padding_rows.values()),
             quarantined=len(dispatcher.quarantined),
             dropped=len(dispatcher.dropped),
-            pool_bytes=self.pool.used_bytes,
+            pool_bytes=self.graph_pool.used_bytes,
             capture_s=self.session.seconds,
         )
 
