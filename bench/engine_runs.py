@@ -1,0 +1,218 @@
+"""What the graph benchmarks share: engines over made-up weights, requests, clocks; on a GPU, or tiny on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.results_file import RESULTS, cpu_name
+from bench.shapes import SHAPES, write_config
+from worker.build import create_engine
+from worker.config import WorkerConfig
+from worker.engine import Engine
+from worker.graph_runner import GraphRunner
+from worker.load_causal_lm import load_causal_lm
+from worker.model.source import resolve_model
+from worker.request import ChoiceDelta, GenerateRequest
+from worker.sampling import SamplingParams
+from worker.shapes import choose_dtype
+
+TINY = "tiny"
+TINY_SHAPE: dict[str, Any] = SHAPES["smollm2-135m"] | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 499,
+    "max_position_embeddings": 256,
+}
+"""Stands in for every model on the CPU, where only the path counts."""
+TINY_CHANGES: dict[str, Any] = {
+    "graphs": "fake",
+    "max_batch": 4,
+    "prefill_chunk": 16,
+    "kv_cache_bytes": 4 << 20,
+    "block_size": 4,
+    "max_model_len": None,
+    "kernels": "auto",
+    "max_graph_bytes": None,
+}
+
+Tokens = dict[str, list[int]]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """`--device cpu` runs the whole benchmark on a tiny model with emulated captures."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    found.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    return found
+
+
+def hardware(device: str) -> str:
+    """For the result file."""
+    return torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """An engine and the graphs it runs from."""
+
+    engine: Engine
+    runner: GraphRunner
+    config: WorkerConfig
+    load_s: float
+    capture_s: float
+
+    @contextlib.contextmanager
+    def eager(self) -> Iterator[None]:
+        """Steps run without graphs inside."""
+        self.engine.runner = self.runner.eager
+        try:
+            yield
+        finally:
+            self.engine.runner = self.runner
+
+    def close(self) -> None:
+        """Release graphs and memory."""
+        self.runner.session.close()
+        self.engine.kv_cache.storage = torch.empty(0)
+
+
+def build(model: str, device: str, **changes: Any) -> Worker:
+    """An engine over random weights of a public shape, with every graph captured."""
+    if device == "cpu":
+        changes |= TINY_CHANGES | {key: changes[key] for key in ("use_graph_pool",) if key in changes}
+    with tempfile.TemporaryDirectory() as folder:
+        SHAPES[TINY] = TINY_SHAPE
+        name = TINY if device == "cpu" else model
+        config = WorkerConfig(
+            model=str(write_config(name, Path(folder))),
+            load_format="dummy",
+            device=device,
+            **changes,  # type: ignore[arg-type]
+        )
+        return start(config)
+
+
+def start(config: WorkerConfig) -> Worker:
+    """Load and capture."""
+    began = time.perf_counter()
+    files = resolve_model(config.model, load_format=config.load_format)
+    device = torch.device(config.device, 0) if config.device == "cuda" else torch.device("cpu")
+    served = load_causal_lm(config, files, device=device, dtype=choose_dtype(config, device.type))
+    settle(config.device)
+    loaded = time.perf_counter()
+    engine = create_engine(config, files, served, None)
+    while engine.prepare_next():
+        pass
+    settle(config.device)
+    assert isinstance(engine.runner, GraphRunner)
+    return Worker(engine, engine.runner, config, loaded - began, time.perf_counter() - loaded)
+
+
+def free_memory() -> None:
+    """Between two engines."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def prompt(length: int, seed: int, vocab: int) -> tuple[int, ...]:
+    """Random token ids."""
+    return tuple(torch.randint(3, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def submit(engine: Engine, name: str, ids: Sequence[int], max_tokens: int) -> None:
+    """One greedy request."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine.add(GenerateRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=sampling))
+
+
+def step(engine: Engine, tokens: Tokens) -> None:
+    """One step; its tokens are added to `tokens`."""
+    for event in engine.step():
+        assert isinstance(event, ChoiceDelta), event
+        tokens.setdefault(event.request_id, []).extend(event.token_ids)
+
+
+def answers(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Tokens:
+    """All prompts together, to the end."""
+    tokens: Tokens = {}
+    for number, ids in enumerate(prompts):
+        submit(engine, str(number), ids, max_tokens)
+    while engine.has_work:
+        step(engine, tokens)
+    return tokens
+
+
+def agreement(ours: Tokens, theirs: Tokens) -> float:
+    """Part of the tokens that are equal, place by place."""
+    pairs = [(a, b) for name in theirs for a, b in zip(ours[name], theirs[name], strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def decode_step_ms(engine: Engine, batch: int, length: int, num_steps: int, device: str) -> float:
+    """Milliseconds of an engine step, over a run of them that overlap as they do in service."""
+    tokens: Tokens = {}
+    for row in range(batch):
+        submit(engine, str(row), prompt(length, row, engine.info.vocab_size), num_steps + 8)
+    while engine.scheduler.waiting or any(not row.is_decoding for row in engine.scheduler.running):
+        step(engine, tokens)
+    for _ in range(3):
+        step(engine, tokens)
+    settle(device)
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        step(engine, tokens)
+    settle(device)
+    took = time.perf_counter() - began
+    while engine.has_work:
+        step(engine, tokens)
+    return 1e3 * took / num_steps
+
+
+def settle(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def host_ms(work: Callable[[], Any], device: str, *, rounds: int = 20, warm: int = 3) -> float:
+    """Median milliseconds of one call with its device work, the device idle before."""
+    for _ in range(warm):
+        work()
+    seconds = []
+    for _ in range(rounds):
+        settle(device)
+        began = time.perf_counter()
+        work()
+        settle(device)
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * median(seconds)
+
+
+def queued_ms(work: Callable[[], Any], device: str, *, rounds: int = 50, blocks: int = 5) -> float:
+    """Median over blocks of milliseconds a call when calls follow each other without a wait."""
+    work()
+    found = []
+    for _ in range(blocks):
+        settle(device)
+        began = time.perf_counter()
+        for _ in range(rounds):
+            work()
+        settle(device)
+        found.append((time.perf_counter() - began) / rounds)
+    return 1e3 * median(found)
