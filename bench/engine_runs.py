@@ -18,7 +18,7 @@ import torch
 from bench.results_file import RESULTS, cpu_name
 from bench.shapes import SHAPES, write_config
 from worker.build import create_engine
-from worker.config import WorkerConfig
+from worker.config import Device, WorkerConfig
 from worker.engine import Engine
 from worker.graph_runner import GraphRunner
 from worker.load_causal_lm import load_causal_lm
@@ -91,7 +91,7 @@ class Worker:
         self.engine.kv_cache.storage = torch.empty(0)
 
 
-def build(model: str, device: str, **changes: Any) -> Worker:
+def build(model: str, device: Device, **changes: Any) -> Worker:
     """An engine over random weights of a public shape, with every graph captured."""
     if device == "cpu":
         changes |= TINY_CHANGES | {key: changes[key] for key in ("use_graph_pool",) if key in changes}
@@ -102,7 +102,7 @@ def build(model: str, device: str, **changes: Any) -> Worker:
             model=str(write_config(name, Path(folder))),
             load_format="dummy",
             device=device,
-            **changes,  # type: ignore[arg-type]
+            **changes,
         )
         return start(config)
 

@@ -34,6 +34,7 @@ from bench.engine_runs import (
 )
 from bench.results_file import Results
 from worker.capture_forecast import CaptureForecast, forecast_captures
+from worker.config import Device
 from worker.graph_memory import StepMemory
 from worker.graph_runner import worker_keys
 from worker.graphs.key import GraphKey
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     return results.write(args.out)
 
 
-def measure(run: str, model: str, device: str, num_steps: int, results: Results) -> None:
+def measure(run: str, model: str, device: Device, num_steps: int, results: Results) -> None:
     values = {"max_batch": 256, "prefill_chunk": 1024, "kv_cache_bytes": 24 << 30, "capture": "startup"} | RUNS[run]
     worker = build(model, device, **values)
     found: dict[str, Any] = check(worker)
@@ -162,7 +163,7 @@ def every_key(worker: Worker) -> list[GraphKey]:
     return worker_keys(runner.eager.tiers, worker.engine.scheduler.buckets, BucketTable(default_buckets(chunk)))
 
 
-def steady(worker: Worker, device: str, num_steps: int) -> dict[str, Any]:
+def steady(worker: Worker, device: Device, num_steps: int) -> dict[str, Any]:
     """A mixed load: prompts of all tiers, a batch that grows and shrinks."""
     engine, load, tokens = worker.engine, MixedLoad(worker), Tokens()
     load.run(max(num_steps // 50, 5), tokens)
@@ -210,7 +211,7 @@ class MixedLoad:
         submit(self.engine, f"load-{self.number}", ids, self.random.randint(1, 64))
 
 
-def allocations(device: str) -> int:
+def allocations(device: Device) -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"]) if device == "cuda" else 0
 
 
