@@ -177,6 +177,7 @@ _RULES: tuple[tuple[Callable[[_Evidence], bool], type[GraphError]], ...] = (
     (lambda it: it.says("status_not_initialized", "cublascreate", "cudnncreate"), errors.FirstUseInRegion),
     (lambda it: it.says("unjoined", "isolation", "capture_unmatched", "was merged"), errors.UnjoinedStream),
     (lambda it: it.says("streamcaptureimplicit", "legacy stream", "implicit dependency"), errors.OtherThreadCall),
+    (lambda it: it.says("cannot copy between cpu and cuda tensors"), errors.HostSyncInRegion),
     (_branches_on_a_value, errors.ControlFlowOnValues),
     (_allocates, errors.AllocatorInRegion),
     (lambda it: it.says("previous error during capture", "streamcaptureinvalidated"), errors.OtherThreadCall),

@@ -70,6 +70,11 @@ def test_the_twelve_traps_have_errors_of_their_own() -> None:
     ("message", "expected"),
     [
         (REFUSED, errors.HostSyncInRegion),
+        (
+            "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. Please use "
+            "tensor.pin_memory() or allocate the tensor with pin_memory=True.",
+            errors.HostSyncInRegion,
+        ),
         ("CUDA error: operation failed due to a previous error during capture", errors.OtherThreadCall),
         ("cudaErrorStreamCaptureImplicit: disallowed implicit dependency", errors.OtherThreadCall),
         ("Attempt to increase offset for a CUDA generator not in capture mode.", errors.UnregisteredRandomness),
