@@ -68,6 +68,8 @@ def load_to_proto(load: LoadSnapshot) -> control_pb2.Load:
         readiness=READINESS[load.readiness],
         graph_replays=load.graph_replays,
         eager_steps=load.eager_steps,
+        prefix_cache_queries=load.prefix_cache_queries,
+        prefix_cache_hits=load.prefix_cache_hits,
     )
 
 

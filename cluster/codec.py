@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from protos import generation_pb2
 from worker.errors import InvalidRequest
@@ -14,6 +14,7 @@ AnyRequest = generation_pb2.GenerateRequest | generation_pb2.ChatRequest
 Messages = list[tuple[str, str]]
 """(role, content), oldest first."""
 
+MAX_SALT_BYTES = 256
 ROLES = ("system", "user", "assistant", "tool")
 NO_DEFAULTS: Mapping[str, Any] = {}
 
@@ -36,6 +37,13 @@ _SCALARS = (
 )
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class CacheOptions(TypedDict):
+    """Fields of `worker.request.GenerateRequest`."""
+
+    use_prefix_cache: bool
+    cache_salt: str
 
 
 def sampling_from_proto(
@@ -81,6 +89,7 @@ def check_request(request: AnyRequest) -> None:
     """Refuse what is wrong whatever the model is. Raises InvalidRequest naming the field."""
     check_request_id(request.request_id)
     sampling_from_proto(request.sampling)
+    cache_options(request)
     if isinstance(request, generation_pb2.ChatRequest):
         messages_from_proto(request.messages)
         return
@@ -89,6 +98,15 @@ def check_request(request: AnyRequest) -> None:
         raise InvalidRequest("prompt", "neither text nor token_ids is given")
     if not (request.text if kind == "text" else request.token_ids.ids):
         raise InvalidRequest(kind, "is empty")
+
+
+def cache_options(request: AnyRequest) -> CacheOptions:
+    """What the request says of the prefix cache. Raises InvalidRequest for a salt that is too long."""
+    size = len(request.cache_salt.encode())
+    if size > MAX_SALT_BYTES:
+        raise InvalidRequest("cache_salt", f"has {size} bytes, the limit is {MAX_SALT_BYTES}")
+    use = request.use_prefix_cache if request.HasField("use_prefix_cache") else True
+    return {"use_prefix_cache": use, "cache_salt": request.cache_salt}
 
 
 def check_request_id(request_id: str) -> None:

@@ -231,6 +231,8 @@ class Load(_message.Message):
     READINESS_FIELD_NUMBER: _builtins.int
     GRAPH_REPLAYS_FIELD_NUMBER: _builtins.int
     EAGER_STEPS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """sequences holding a row"""
     waiting: _builtins.int
@@ -250,6 +252,10 @@ class Load(_message.Message):
     readiness: Global___GraphReadiness.ValueType
     graph_replays: _builtins.int
     eager_steps: _builtins.int
+    prefix_cache_queries: _builtins.int
+    """tokens of all sequences that were started"""
+    prefix_cache_hits: _builtins.int
+    """those of them that were in the prefix cache"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierLoad]: ...
     def __init__(
@@ -268,10 +274,12 @@ class Load(_message.Message):
         readiness: Global___GraphReadiness.ValueType = ...,
         graph_replays: _builtins.int = ...,
         eager_steps: _builtins.int = ...,
+        prefix_cache_queries: _builtins.int = ...,
+        prefix_cache_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "free_blocks", b"free_blocks", "graph_replays", b"graph_replays", "outstanding_tokens", b"outstanding_tokens", "queue_age_s", b"queue_age_s", "readiness", b"readiness", "running", b"running", "step_ms", b"step_ms", "steps", b"steps", "tiers", b"tiers", "tokens_per_s", b"tokens_per_s", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "free_blocks", b"free_blocks", "graph_replays", b"graph_replays", "outstanding_tokens", b"outstanding_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queue_age_s", b"queue_age_s", "readiness", b"readiness", "running", b"running", "step_ms", b"step_ms", "steps", b"steps", "tiers", b"tiers", "tokens_per_s", b"tokens_per_s", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

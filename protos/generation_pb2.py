@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\x0cgraphpool.v1\"\xba\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x03H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.graphpool.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\x03H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\x03H\x0c\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08H\r\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x0e\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x13 \x03(\x03\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\xab\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.graphpool.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.graphpool.v1.SamplingParamsB\x08\n\x06prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x8d\x01\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x08messages\x18\x03 \x03(\x0b\x32\x19.graphpool.v1.ChatMessage\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.graphpool.v1.SamplingParams\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"X\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.graphpool.v1.TopLogprob\"\xd7\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.graphpool.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.graphpool.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x42\x0c\n\nstopped_by\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"g\n\x07Timings\x12\x11\n\trouter_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\"\\\n\tExecution\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\r\x12\x0e\n\x06\x62ucket\x18\x03 \x01(\r\x12\x0e\n\x06runner\x18\x04 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x05 \x01(\r\"\xd7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x14.graphpool.v1.Choice\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.graphpool.v1.Usage\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.graphpool.v1.Timings\x12*\n\texecution\x18\x05 \x01(\x0b\x32\x17.graphpool.v1.Execution\x12\x10\n\x08sequence\x18\x06 \x01(\r\"\xf9\x01\n\nChatChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12*\n\x07message\x18\x02 \x01(\x0b\x32\x19.graphpool.v1.ChatMessage\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.graphpool.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.graphpool.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x42\x0c\n\nstopped_by\"\xd7\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x18.graphpool.v1.ChatChoice\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.graphpool.v1.Usage\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.graphpool.v1.Timings\x12*\n\texecution\x18\x05 \x01(\x0b\x32\x17.graphpool.v1.Execution\x12\x10\n\x08sequence\x18\x06 \x01(\r\"\xa1\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12.\n\x08messages\x18\x03 \x01(\x0b\x32\x1a.graphpool.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.graphpool.v1.ChatMessage\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xd3\x03\n\x11GenerationService\x12I\n\x08Generate\x12\x1d.graphpool.v1.GenerateRequest\x1a\x1e.graphpool.v1.GenerateResponse\x12Q\n\x0eGenerateStream\x12\x1d.graphpool.v1.GenerateRequest\x1a\x1e.graphpool.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x19.graphpool.v1.ChatRequest\x1a\x1a.graphpool.v1.ChatResponse\x12\x45\n\nChatStream\x12\x19.graphpool.v1.ChatRequest\x1a\x1a.graphpool.v1.ChatResponse0\x01\x12I\n\x08Tokenize\x12\x1d.graphpool.v1.TokenizeRequest\x1a\x1e.graphpool.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.graphpool.v1.DetokenizeRequest\x1a .graphpool.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\x0cgraphpool.v1\"\xba\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x03H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.graphpool.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\x03H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\x03H\x0c\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08H\r\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x0e\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x13 \x03(\x03\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\x87\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.graphpool.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.graphpool.v1.SamplingParams\x12\x1d\n\x10use_prefix_cache\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x02\x88\x01\x01\x42\x08\n\x06promptB\x13\n\x11_use_prefix_cacheB\r\n\x0b_cache_salt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe9\x01\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x08messages\x18\x03 \x03(\x0b\x32\x19.graphpool.v1.ChatMessage\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.graphpool.v1.SamplingParams\x12\x1d\n\x10use_prefix_cache\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ncache_salt\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\x13\n\x11_use_prefix_cacheB\r\n\x0b_cache_salt\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"X\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.graphpool.v1.TopLogprob\"\xd7\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.graphpool.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.graphpool.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x42\x0c\n\nstopped_by\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"g\n\x07Timings\x12\x11\n\trouter_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\"\\\n\tExecution\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\r\x12\x0e\n\x06\x62ucket\x18\x03 \x01(\r\x12\x0e\n\x06runner\x18\x04 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x05 \x01(\r\"\xd7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x14.graphpool.v1.Choice\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.graphpool.v1.Usage\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.graphpool.v1.Timings\x12*\n\texecution\x18\x05 \x01(\x0b\x32\x17.graphpool.v1.Execution\x12\x10\n\x08sequence\x18\x06 \x01(\r\"\xf9\x01\n\nChatChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12*\n\x07message\x18\x02 \x01(\x0b\x32\x19.graphpool.v1.ChatMessage\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.graphpool.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.graphpool.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x42\x0c\n\nstopped_by\"\xd7\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x18.graphpool.v1.ChatChoice\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.graphpool.v1.Usage\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.graphpool.v1.Timings\x12*\n\texecution\x18\x05 \x01(\x0b\x32\x17.graphpool.v1.Execution\x12\x10\n\x08sequence\x18\x06 \x01(\r\"\xa1\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12.\n\x08messages\x18\x03 \x01(\x0b\x32\x1a.graphpool.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.graphpool.v1.ChatMessage\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xd3\x03\n\x11GenerationService\x12I\n\x08Generate\x12\x1d.graphpool.v1.GenerateRequest\x1a\x1e.graphpool.v1.GenerateResponse\x12Q\n\x0eGenerateStream\x12\x1d.graphpool.v1.GenerateRequest\x1a\x1e.graphpool.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x19.graphpool.v1.ChatRequest\x1a\x1a.graphpool.v1.ChatResponse\x12\x45\n\nChatStream\x12\x19.graphpool.v1.ChatRequest\x1a\x1a.graphpool.v1.ChatResponse0\x01\x12I\n\x08Tokenize\x12\x1d.graphpool.v1.TokenizeRequest\x1a\x1e.graphpool.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.graphpool.v1.DetokenizeRequest\x1a .graphpool.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3021
-  _globals['_FINISHREASON']._serialized_end=3116
+  _globals['_FINISHREASON']._serialized_start=3205
+  _globals['_FINISHREASON']._serialized_end=3300
   _globals['_SAMPLINGPARAMS']._serialized_start=42
   _globals['_SAMPLINGPARAMS']._serialized_end=868
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=580
@@ -42,39 +42,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=870
   _globals['_TOKENIDS']._serialized_end=893
   _globals['_GENERATEREQUEST']._serialized_start=896
-  _globals['_GENERATEREQUEST']._serialized_end=1067
-  _globals['_CHATMESSAGE']._serialized_start=1069
-  _globals['_CHATMESSAGE']._serialized_end=1113
-  _globals['_CHATREQUEST']._serialized_start=1116
-  _globals['_CHATREQUEST']._serialized_end=1257
-  _globals['_TOPLOGPROB']._serialized_start=1259
-  _globals['_TOPLOGPROB']._serialized_end=1306
-  _globals['_TOKENLOGPROB']._serialized_start=1308
-  _globals['_TOKENLOGPROB']._serialized_end=1396
-  _globals['_CHOICE']._serialized_start=1399
-  _globals['_CHOICE']._serialized_end=1614
-  _globals['_USAGE']._serialized_start=1616
-  _globals['_USAGE']._serialized_end=1696
-  _globals['_TIMINGS']._serialized_start=1698
-  _globals['_TIMINGS']._serialized_end=1801
-  _globals['_EXECUTION']._serialized_start=1803
-  _globals['_EXECUTION']._serialized_end=1895
-  _globals['_GENERATERESPONSE']._serialized_start=1898
-  _globals['_GENERATERESPONSE']._serialized_end=2113
-  _globals['_CHATCHOICE']._serialized_start=2116
-  _globals['_CHATCHOICE']._serialized_end=2365
-  _globals['_CHATRESPONSE']._serialized_start=2368
-  _globals['_CHATRESPONSE']._serialized_end=2583
-  _globals['_TOKENIZEREQUEST']._serialized_start=2586
-  _globals['_TOKENIZEREQUEST']._serialized_end=2747
-  _globals['_CHATMESSAGES']._serialized_start=2749
-  _globals['_CHATMESSAGES']._serialized_end=2808
-  _globals['_TOKENIZERESPONSE']._serialized_start=2810
-  _globals['_TOKENIZERESPONSE']._serialized_end=2870
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2872
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2983
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2985
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3019
-  _globals['_GENERATIONSERVICE']._serialized_start=3119
-  _globals['_GENERATIONSERVICE']._serialized_end=3586
+  _globals['_GENERATEREQUEST']._serialized_end=1159
+  _globals['_CHATMESSAGE']._serialized_start=1161
+  _globals['_CHATMESSAGE']._serialized_end=1205
+  _globals['_CHATREQUEST']._serialized_start=1208
+  _globals['_CHATREQUEST']._serialized_end=1441
+  _globals['_TOPLOGPROB']._serialized_start=1443
+  _globals['_TOPLOGPROB']._serialized_end=1490
+  _globals['_TOKENLOGPROB']._serialized_start=1492
+  _globals['_TOKENLOGPROB']._serialized_end=1580
+  _globals['_CHOICE']._serialized_start=1583
+  _globals['_CHOICE']._serialized_end=1798
+  _globals['_USAGE']._serialized_start=1800
+  _globals['_USAGE']._serialized_end=1880
+  _globals['_TIMINGS']._serialized_start=1882
+  _globals['_TIMINGS']._serialized_end=1985
+  _globals['_EXECUTION']._serialized_start=1987
+  _globals['_EXECUTION']._serialized_end=2079
+  _globals['_GENERATERESPONSE']._serialized_start=2082
+  _globals['_GENERATERESPONSE']._serialized_end=2297
+  _globals['_CHATCHOICE']._serialized_start=2300
+  _globals['_CHATCHOICE']._serialized_end=2549
+  _globals['_CHATRESPONSE']._serialized_start=2552
+  _globals['_CHATRESPONSE']._serialized_end=2767
+  _globals['_TOKENIZEREQUEST']._serialized_start=2770
+  _globals['_TOKENIZEREQUEST']._serialized_end=2931
+  _globals['_CHATMESSAGES']._serialized_start=2933
+  _globals['_CHATMESSAGES']._serialized_end=2992
+  _globals['_TOKENIZERESPONSE']._serialized_start=2994
+  _globals['_TOKENIZERESPONSE']._serialized_end=3054
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3056
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3167
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3169
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3203
+  _globals['_GENERATIONSERVICE']._serialized_start=3303
+  _globals['_GENERATIONSERVICE']._serialized_end=3770
 # @@protoc_insertion_point(module_scope)

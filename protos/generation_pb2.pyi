@@ -251,12 +251,18 @@ class GenerateRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    USE_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """default: made by the server"""
     model: _builtins.str
     """default: the model that is served"""
     text: _builtins.str
     """never parsed for control tokens"""
+    use_prefix_cache: _builtins.bool
+    """default true; false: nothing of this request is looked up or kept"""
+    cache_salt: _builtins.str
+    """at most 256 bytes; only requests with the same salt share cached blocks"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -269,13 +275,24 @@ class GenerateRequest(_message.Message):
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         sampling: Global___SamplingParams | None = ...,
+        use_prefix_cache: _builtins.bool | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_use_prefix_cache", b"_use_prefix_cache", "cache_salt", b"cache_salt", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "use_prefix_cache", b"use_prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_use_prefix_cache", b"_use_prefix_cache", "cache_salt", b"cache_salt", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "use_prefix_cache", b"use_prefix_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__use_prefix_cache: _TypeAlias = _typing.Literal["use_prefix_cache"]  # noqa: Y015
+    _WhichOneofArgType__use_prefix_cache: _TypeAlias = _typing.Literal["_use_prefix_cache", b"_use_prefix_cache"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_prefix_cache) -> _WhichOneofReturnType__use_prefix_cache | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -311,8 +328,13 @@ class ChatRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    USE_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
+    use_prefix_cache: _builtins.bool
+    """as in GenerateRequest"""
+    cache_salt: _builtins.str
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -324,12 +346,21 @@ class ChatRequest(_message.Message):
         model: _builtins.str = ...,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         sampling: Global___SamplingParams | None = ...,
+        use_prefix_cache: _builtins.bool | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_use_prefix_cache", b"_use_prefix_cache", "cache_salt", b"cache_salt", "sampling", b"sampling", "use_prefix_cache", b"use_prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_use_prefix_cache", b"_use_prefix_cache", "cache_salt", b"cache_salt", "messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "use_prefix_cache", b"use_prefix_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__use_prefix_cache: _TypeAlias = _typing.Literal["use_prefix_cache"]  # noqa: Y015
+    _WhichOneofArgType__use_prefix_cache: _TypeAlias = _typing.Literal["_use_prefix_cache", b"_use_prefix_cache"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_prefix_cache) -> _WhichOneofReturnType__use_prefix_cache | None: ...
 
 Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
@@ -435,6 +466,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """of the prompt, found in the prefix cache"""
     def __init__(
         self,
         *,

@@ -19,6 +19,7 @@ from worker.load import EngineInfo
 from worker.load_causal_lm import Progress, ServedModel, load_causal_lm
 from worker.model.files import ModelFiles
 from worker.model.source import resolve_model
+from worker.prefix_cache import PrefixCache
 from worker.runner import EagerRunner, Runner
 from worker.scheduler import Scheduler
 from worker.service import EventSink
@@ -73,6 +74,8 @@ def create_engine(config: WorkerConfig, files: ModelFiles, served: ServedModel, 
         pool=pool,
         max_waiting=config.max_waiting,
         max_prefill_segments=runner.max_prefill_segments,
+        prefill_chunk_when_busy=shapes.prefill_chunk_when_busy,
+        prefix_cache=PrefixCache(pool, config.block_size) if config.prefix_cache else None,
     )
     return Engine(
         EngineParts(

@@ -117,7 +117,10 @@ class CountingCapture:
         keep_outputs: bool = False,  # noqa: ARG002
     ) -> CountedGraph:
         """See CaptureBackend."""
-        pool.memory.limit_bytes = pool.memory.reserved_bytes + self.memory().free_bytes - self._executable_bytes
+        free = self.memory().free_bytes - self._executable_bytes
+        if free < 0:
+            raise torch.OutOfMemoryError(f"{self._executable_bytes} bytes are needed for one more executable")
+        pool.memory.limit_bytes = pool.memory.reserved_bytes + free
         self._allocating(run(), pool.memory)
         return CountedGraph(pool)
 

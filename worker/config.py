@@ -25,7 +25,7 @@ _CHOICES = {
 }
 _POSITIVE = (
     *("max_model_len", "max_batch", "block_size", "kv_cache_bytes", "prefill_chunk"),
-    *("max_waiting", "cpu_threads", "max_graph_bytes"),
+    *("prefill_chunk_when_busy", "max_waiting", "cpu_threads", "max_graph_bytes"),
 )
 
 
@@ -57,6 +57,11 @@ class WorkerConfig:
     """Part of the GPU's memory that weights, KV pool and graphs may take."""
     prefill_chunk: int | None = None
     """Prompt tokens computed in one step at most; longer prompts are cut into chunks; None = 1024 on CUDA, 512 on the CPU."""
+    prefill_chunk_when_busy: int | None = None
+    """The same while other sequences wait for their next token: what a step may delay them by; None = 256 on CUDA, 128 on
+    the CPU, or `prefill_chunk` if that is less."""
+    prefix_cache: bool = True
+    """Keep the blocks of prompts and answers, and start new prompts behind the longest equal beginning."""
     max_waiting: int = 1024
     """Sequences that may queue; more are refused."""
     graphs: Graphs = "auto"
@@ -89,7 +94,13 @@ class WorkerConfig:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, must be in (0, 1]")
-        if self.prefill_chunk is not None and self.prefill_chunk % self.block_size:
-            raise ValueError(
-                f"prefill_chunk is {self.prefill_chunk}, must be a multiple of block_size, {self.block_size}"
-            )
+        self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        for name in ("prefill_chunk", "prefill_chunk_when_busy"):
+            value = getattr(self, name)
+            if value is not None and value % self.block_size:
+                raise ValueError(f"{name} is {value}, must be a multiple of block_size, {self.block_size}")
+        chunk, busy = self.prefill_chunk, self.prefill_chunk_when_busy
+        if chunk is not None and busy is not None and busy > chunk:
+            raise ValueError(f"prefill_chunk_when_busy is {busy}, must be at most prefill_chunk, {chunk}")

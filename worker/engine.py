@@ -151,7 +151,7 @@ class Engine:
 
     def load(self) -> LoadSnapshot:
         """What the engine holds right now; what its graphs have done is left to `graph_snapshot`, which costs more."""
-        now_s, scheduler = self._clock(), self.scheduler
+        now_s, scheduler, cache = self._clock(), self.scheduler, self.scheduler.prefix_cache
         return self.meter.snapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -162,6 +162,8 @@ class Engine:
             readiness=self.runner.readiness,
             preemptions=scheduler.num_preemptions,
             wasted_rows=self.num_wasted_rows,
+            prefix_cache_queries=0 if cache is None else cache.num_queried_tokens,
+            prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
             queue_age_s=now_s - min((sequence.arrival_s for sequence in scheduler.waiting), default=now_s),
         )
 
@@ -179,6 +181,7 @@ class Engine:
                 continue
             live = self._live[sequence.request.request_id]
             if output.is_finite[row]:
+                self.scheduler.confirm(segment)
                 events.append(
                     replace(self._advance(live, sequence, output, row, now_s), tier=batch.tier, bucket=batch.bucket)
                 )
@@ -199,11 +202,12 @@ class Engine:
 
     def _fail(self, request_id: str, error: WorkerError, *, scrub: bool = False) -> RequestFailed:
         live = self._live.pop(request_id)
-        for choice in live.choices:
-            if choice.sequence.state is not SequenceState.FINISHED:
-                if scrub and choice.sequence.block_table:
-                    self.kv_cache.scrub(choice.sequence.block_table)
-                self.scheduler.finish(choice.sequence)
+        unfinished = [choice.sequence for choice in live.choices if choice.sequence.state is not SequenceState.FINISHED]
+        if scrub:
+            # What others hold is not scrubbed: it was shared because finite tokens had come of it.
+            self.kv_cache.scrub(self.scheduler.finish_spoilt(unfinished))
+        for sequence in unfinished:
+            self.scheduler.finish(sequence)
         return RequestFailed(request_id, error)
 
 

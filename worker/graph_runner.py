@@ -87,8 +87,9 @@ class GraphRunner:
             self.kv_cache.block_size,
             fused=not isinstance(eager.kernels, TorchKernels),
         )
+        keys = worker_keys(eager.tiers, buckets, prefill_buckets)
         self.session = CaptureSession(
-            plan_captures(worker_keys(eager.tiers, buckets, prefill_buckets), size_of=memory.graph_bytes),
+            plan_captures(keys, size_of=memory.graph_bytes),
             regions,
             pool=self.graph_pool,
             dispatcher=self.dispatcher,
@@ -106,7 +107,7 @@ class GraphRunner:
     def graph_snapshot(self) -> GraphSnapshot:
         """See Runner."""
         dispatcher = self.dispatcher
-        replays = dict.fromkeys(self.session.graphs, 0) | dispatcher.replays
+        replays = {**dict.fromkeys(self.session.graphs, 0), **dispatcher.replays}
         return GraphSnapshot(
             uses=tuple(GraphUse(key.phase, key.tier, key.bucket, key.variant, n) for key, n in replays.items()),
             misses=tuple((reason.name.lower(), count) for reason, count in dispatcher.misses.items()),
@@ -171,15 +172,21 @@ class GraphRunner:
 
 
 def worker_keys(tiers: TierTable, buckets: BucketTable, prefill_buckets: BucketTable) -> list[GraphKey]:
-    """Every shape worth a graph: decode in each tier and bucket; prompts from the start; later chunks by tier.
+    """Every shape worth a graph: decode in each tier and bucket; prompts from the start; later parts of them by tier.
 
-    A later chunk exists only in tiers longer than one chunk, and very small prefill buckets are left to larger ones.
+    A later part follows a cached block or a chunk, so in each tier it is at most a block shorter than the tier. Very
+    small prefill buckets are left to larger ones.
     """
     decode = [GraphKey("decode", tier, bucket) for tier in tiers.lengths for bucket in buckets.sizes]
     sizes = [size for size in prefill_buckets.sizes if size >= min(16, prefill_buckets.largest)]
     fresh = [GraphKey("prefill", 0, size, FRESH) for size in sizes if size <= tiers.longest]
-    chunked = [tier for tier in tiers.lengths if tier > prefill_buckets.largest]
-    return decode + fresh + [GraphKey("prefill", tier, size, CHUNK) for tier in chunked for size in sizes]
+    later = [
+        GraphKey("prefill", tier, size, CHUNK)
+        for tier in tiers.lengths
+        for size, smaller in zip(sizes, [0, *sizes], strict=False)
+        if smaller < tier - tiers.block_size
+    ]
+    return decode + fresh + later
 
 
 def num_scratch_blocks(buckets: BucketTable, prefill_buckets: BucketTable, block_size: int) -> int:

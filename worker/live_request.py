@@ -71,6 +71,7 @@ class LiveRequest:
             stop_string=stop_string,
             stop_token_id=stop_token_id,
             prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.num_cached_tokens,
             runner=output.runner,
             timings=None if sequence.finish_reason is None else sequence.timings(now_s),
         )

@@ -63,6 +63,7 @@ class LoadSnapshot:
     outstanding_tokens: int = 0
     tiers: tuple[TierLoad, ...] = ()
     free_blocks: int = 0
+    """Cached blocks that no sequence holds are among them."""
     total_blocks: int = 0
     queue_age_s: float = 0.0
     steps: int = 0
@@ -73,6 +74,9 @@ class LoadSnapshot:
     readiness: GraphReadiness = GraphReadiness.EAGER
     graph_replays: int = 0
     eager_steps: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens of all sequences that were started; of these, `prefix_cache_hits` were in the cache."""
+    prefix_cache_hits: int = 0
     preemptions: int = 0
     """Rows taken back from sequences because blocks had run out."""
     wasted_rows: int = 0

@@ -26,6 +26,10 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline_s: float | None = None
     """On the engine's clock (`time.monotonic`); past it the request ends with DeadlineExceeded."""
+    use_prefix_cache: bool = True
+    """Whether blocks of equal prompts may be used, and those of this one and its answer kept for others."""
+    cache_salt: str = ""
+    """Only requests with the same salt share blocks. How fast an answer begins then tells nothing about other salts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class ChoiceDelta:
     stop_token_id: int | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
     tier: int = 0
     """Sequence-length tier of the step, in tokens."""
     bucket: int = 0

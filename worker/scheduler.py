@@ -9,7 +9,8 @@ from worker.batch import Batch, Phase, Segment
 from worker.block_pool import BlockPool
 from worker.errors import QueueFull
 from worker.load import TierLoad
-from worker.policy import choose_phase
+from worker.policy import choose_phase, cut_chunk, may_admit, prefill_budget
+from worker.prefix_cache import PrefixCache
 from worker.sequence import Sequence, SequenceState
 from worker.tiers import BucketTable, TierTable
 
@@ -17,8 +18,8 @@ from worker.tiers import BucketTable, TierTable
 class Scheduler:
     """First come, first served, limited by rows and blocks; under pressure the youngest is preempted by recompute.
 
-    It can not deadlock: the pool holds at least one sequence of the longest tier, and preemption always spares the
-    oldest one running.
+    It can not deadlock: the pool holds at least one sequence of the longest tier, preemption always spares the oldest
+    one running, and what is waited for in the prefix cache is being computed by a sequence that runs.
     """
 
     def __init__(
@@ -30,6 +31,8 @@ class Scheduler:
         pool: BlockPool,
         max_waiting: int,
         max_prefill_segments: int,
+        prefill_chunk_when_busy: int | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         if pool.num_usable < tiers.num_blocks(tiers.longest):
             raise ValueError(
@@ -42,6 +45,8 @@ class Scheduler:
         self.pool = pool
         self.max_waiting = max_waiting
         self.max_prefill_segments = max_prefill_segments
+        self.prefill_chunk_when_busy = prefill_chunk_when_busy or prefill_buckets.largest
+        self.prefix_cache = prefix_cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -69,7 +74,9 @@ class Scheduler:
         num_decode = sum(_can_decode(sequence) for sequence in self.running)
         num_prefill = sum(not sequence.is_decoding for sequence in self.running)
         phase = choose_phase(num_prefill=num_prefill, num_decode=num_decode, last=self._last)
-        segments = self._decode_segments() if phase == "decode" else self._prefill_segments()
+        segments = self._decode_segments() if phase == "decode" else self._prefill_segments(num_decode)
+        if not segments and num_prefill:  # every row was preempted to make room for those that prefill
+            phase, segments = "prefill", self._prefill_segments(0)
         if not segments:
             return None
         self._last = phase
@@ -79,8 +86,23 @@ class Scheduler:
         num_tokens = sum(segment.count for segment in segments)
         return Batch(phase, tuple(segments), tier, self.prefill_buckets.fit(num_tokens))
 
+    def confirm(self, segment: Segment) -> None:
+        """The step of `segment` chose a token from finite numbers: what it computed may be shared."""
+        # One that was preempted since has given its blocks up.
+        if self.prefix_cache is not None and segment.sequence.state is SequenceState.RUNNING:
+            self.prefix_cache.confirm(segment.sequence, segment.end)
+
+    def finish_spoilt(self, sequences: list[Sequence]) -> list[int]:
+        """Take sequences out whose blocks may hold NaN: nobody finds these again. Returns those that nobody holds."""
+        blocks = {block for sequence in sequences for block in sequence.block_table}
+        for sequence in sequences:
+            if self.prefix_cache is not None:
+                self.prefix_cache.forget(sequence)
+            self.finish(sequence)
+        return [block for block in blocks if not self.pool.num_holders(block)]
+
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, whatever its state, and free what it holds."""
+        """Take a sequence out, whatever its state, and give up what it holds."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._free(sequence)
@@ -105,30 +127,50 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.num_in_flight:
                 return  # preempted with a token under way: it must arrive before the prompt is computed again
-            needed = self.tiers.num_blocks(min(len(sequence.token_ids) + 1, self.tiers.longest))
-            # One spare block for each running sequence keeps a newcomer from being preempted at once.
-            spare = len(self.running) if self.running else 0
-            if needed + spare > self.pool.num_free:
+            known = [] if self.prefix_cache is None else self.prefix_cache.lookup(sequence)
+            if self.prefix_cache is not None and self.prefix_cache.is_awaited(sequence, len(known)):
                 return
-            blocks = self.pool.allocate(needed)
-            assert blocks is not None
+            num_new = self.tiers.num_blocks(min(len(sequence.token_ids) + 1, self.tiers.longest)) - len(known)
+            num_revived = sum(not self.pool.num_holders(block) for block in known)
+            if not may_admit(
+                num_free=self.pool.num_free, num_new=num_new, num_revived=num_revived, num_running=len(self.running)
+            ):
+                return
             self.waiting.popleft()
-            sequence.block_table = blocks
-            sequence.state = SequenceState.RUNNING
-            self.running.append(sequence)
+            self._start(sequence, known, num_new)
 
-    def _prefill_segments(self) -> list[Segment]:
+    def _start(self, sequence: Sequence, known: list[int], num_new: int) -> None:
+        self.pool.share(known)  # first, so that making room for the new ones does not evict them
+        new = self.pool.allocate(num_new)
+        assert new is not None
+        sequence.block_table = known + new
+        sequence.state = SequenceState.RUNNING
+        self.running.append(sequence)
+        if self.prefix_cache is not None:
+            self.prefix_cache.start(sequence, len(known))
+
+    def _prefill_segments(self, num_decode: int) -> list[Segment]:
         """The oldest sequences with uncomputed prompt, cut to the chunk size."""
-        budget = self.prefill_buckets.largest
+        prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
+        budget = prefill_budget(
+            num_decode=num_decode,
+            num_waiting_tokens=sum(sequence.num_uncomputed for sequence in prefilling),
+            chunk=self.prefill_buckets.largest,
+            chunk_when_busy=self.prefill_chunk_when_busy,
+        )
         segments: list[Segment] = []
-        for sequence in self.running:
-            if budget == 0 or len(segments) == self.max_prefill_segments:
+        for sequence in prefilling[: self.max_prefill_segments]:
+            count = cut_chunk(
+                start=sequence.num_computed,
+                remaining=sequence.num_uncomputed,
+                budget=budget,
+                block_size=self.tiers.block_size,
+                is_first=not segments,
+            )
+            if count == 0:
                 break
-            if not sequence.is_decoding:
-                count = min(sequence.num_uncomputed, budget)
-                samples = count == sequence.num_uncomputed
-                segments.append(Segment(sequence, sequence.num_computed, count, samples))
-                budget -= count
+            segments.append(Segment(sequence, sequence.num_computed, count, samples=count == sequence.num_uncomputed))
+            budget -= count
         return segments
 
     def _decode_segments(self) -> list[Segment]:
@@ -161,6 +203,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
+        if self.prefix_cache is not None:
+            self.prefix_cache.leave(sequence)
         self.pool.release(sequence.block_table)
         sequence.block_table = []
 

@@ -31,6 +31,14 @@ class Sequence:
     num_in_flight: int = 0
     """Tokens of steps under way: chosen on the device, not yet known here. At most one."""
     block_table: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Leading tokens of the prompt whose keys and values were there before this sequence."""
+    identities: list[bytes] = field(default_factory=list)
+    """Of its first full blocks, as far as they were asked for; the tokens of a full block never change."""
+    num_identified: int = 0
+    """Leading blocks of the table that were given their identity, or had it."""
+    claim: bytes | None = None
+    """Identity of the block that others wait for this sequence to compute."""
     state: SequenceState = SequenceState.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0

@@ -15,6 +15,7 @@ from worker.tiers import BucketTable, TierTable, default_buckets, default_tiers
 CPU_KV_BYTES = 512 << 20
 DEFAULT_MAX_BATCH = {"cpu": 16, "cuda": 256}
 DEFAULT_PREFILL_CHUNK = {"cpu": 512, "cuda": 1024}
+DEFAULT_BUSY_CHUNK = {"cpu": 128, "cuda": 256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Shapes:
     tiers: TierTable
     buckets: BucketTable
     prefill_buckets: BucketTable
+    prefill_chunk_when_busy: int
     num_blocks: int
     """Of the KV pool, with the padding block and the blocks of self-checks."""
     has_graphs: bool
@@ -73,7 +75,14 @@ def choose_shapes(
     has_graphs = config.graphs == "fake" or (config.graphs == "auto" and device.type == "cuda")
     extra = 1 + (num_scratch_blocks(buckets, prefill_buckets, config.block_size) if has_graphs else 0)
     num_blocks = _num_blocks(config, model, tiers, buckets, device, dtype, extra=extra, memory=memory)
-    return Shapes(device, dtype, tiers, buckets, prefill_buckets, num_blocks, has_graphs)
+    busy = _busy_chunk(config, device, prefill_buckets.largest)
+    return Shapes(device, dtype, tiers, buckets, prefill_buckets, busy, num_blocks, has_graphs)
+
+
+def _busy_chunk(config: WorkerConfig, device: torch.device, chunk: int) -> int:
+    """Whole blocks, at least one, and no more than a chunk has."""
+    default = max(DEFAULT_BUSY_CHUNK[device.type] // config.block_size, 1) * config.block_size
+    return min(config.prefill_chunk_when_busy or default, chunk)
 
 
 def _num_blocks(

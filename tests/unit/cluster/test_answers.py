@@ -68,6 +68,8 @@ def test_a_load_snapshot_loses_nothing_on_the_wire() -> None:
         readiness=GraphReadiness.PARTIAL,
         graph_replays=7,
         eager_steps=8,
+        prefix_cache_queries=10,
+        prefix_cache_hits=9,
     )
     proto = load_to_proto(load)
     plain = {

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.codec import (
+    MAX_SALT_BYTES,
+    cache_options,
     check_defaults,
     check_request,
     messages_from_proto,
@@ -229,3 +231,20 @@ def test_the_estimate_of_a_prompt_is_exact_for_ids_and_never_zero_for_text() -> 
     assert prompt_estimate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(17)))) == 17
     assert prompt_estimate(pb.GenerateRequest(text="abcdefgh")) == 3
     assert prompt_estimate(pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="abcdefgh")])) > 3
+
+
+@pytest.mark.parametrize("kind", [pb.GenerateRequest, pb.ChatRequest])
+def test_the_prefix_cache_is_on_without_a_salt_unless_the_request_says_otherwise(kind: Any) -> None:
+    assert cache_options(kind()) == {"use_prefix_cache": True, "cache_salt": ""}
+    asked = kind(use_prefix_cache=False, cache_salt="tenant 7")
+    assert cache_options(asked) == {"use_prefix_cache": False, "cache_salt": "tenant 7"}
+
+
+def test_a_salt_is_limited_in_bytes() -> None:
+    request = pb.GenerateRequest(text="a", cache_salt="é" * (MAX_SALT_BYTES // 2))
+    check_request(request)
+    request.cache_salt += "x"
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(request)
+    assert caught.value.field == "cache_salt"
+    assert "é" not in str(caught.value)

@@ -12,6 +12,7 @@ from tests.fakes.tiny_model import VOCAB, tiny_engine, tiny_model
 from worker.engine import Engine
 from worker.graph_runner import GraphRunner, worker_keys
 from worker.graphs.key import GraphKey
+from worker.graphs.plan import MAX_KEYS
 from worker.load import GraphReadiness
 from worker.request import ChoiceDelta, GenerateRequest
 from worker.sampling import SamplingParams
@@ -201,7 +202,10 @@ def test_the_keys_are_every_tier_and_bucket_and_the_prefill_shapes() -> None:
     keys = worker_keys(tiers, BucketTable(default_buckets(256)), BucketTable(default_buckets(1024)))
     assert sum(key.phase == "decode" for key in keys) == 4 * 9
     assert {key.bucket for key in keys if key.variant == "fresh"} == {16, 32, 64, 128, 256, 512, 1024}
-    assert {key.tier for key in keys if key.variant == "chunk"} == {4096, 131072}
+    later = {tier: {key.bucket for key in keys if (key.variant, key.tier) == ("chunk", tier)} for tier in tiers.lengths}
+    assert later[256] == {16, 32, 64, 128, 256}
+    assert later[1024] == later[4096] == later[131072] == {16, 32, 64, 128, 256, 512, 1024}
+    assert len(keys) <= MAX_KEYS
 
 
 SHARED = graph_engine()
