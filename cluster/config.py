@@ -46,6 +46,8 @@ class RouterConfig:
     """Empty = made at start."""
     replicas: tuple[str, ...] = ()
     """host:port of replicas that do not announce themselves."""
+    metrics_listen: str = ""
+    """host:port where Prometheus finds metrics over HTTP; empty = nowhere, port 0 = any free one."""
     reflection: bool = True
     """Offer server reflection; on loopback only."""
     max_streams: int = 4096
@@ -72,7 +74,9 @@ class RouterConfig:
     """Of clients' and of replicas' connections."""
 
     def __post_init__(self) -> None:
-        check_listen(self.listen, insecure=self.insecure)
+        check_listen("listen", self.listen, insecure=self.insecure)
+        if self.metrics_listen:
+            check_listen("metrics_listen", self.metrics_listen, insecure=self.insecure)
         for address in self.replicas:
             check_address("replicas", address)
         _at_least_one(self, "max_streams", "max_queued_messages", "placement_budget")
@@ -95,6 +99,8 @@ class ReplicaConfig:
     """Stable over restarts of the same place; empty = made at start."""
     routers: tuple[str, ...] = ()
     """host:port of routers to announce this replica to."""
+    metrics_listen: str = ""
+    """host:port where Prometheus finds metrics over HTTP; empty = nowhere, port 0 = any free one."""
     reflection: bool = True
     """Offer server reflection; on loopback only."""
     max_streams: int = 4096
@@ -119,7 +125,9 @@ class ReplicaConfig:
     """Of routers' and of direct clients' connections."""
 
     def __post_init__(self) -> None:
-        check_listen(self.listen, insecure=self.insecure)
+        check_listen("listen", self.listen, insecure=self.insecure)
+        if self.metrics_listen:
+            check_listen("metrics_listen", self.metrics_listen, insecure=self.insecure)
         for address in self.routers:
             check_address("routers", address)
         _at_least_one(self, "max_streams", "max_pending_bytes")
@@ -164,12 +172,12 @@ def from_mapping(config: type[T], values: Mapping[str, Any]) -> T:
     return config(**{name: _plain(name, value) for name, value in values.items()})
 
 
-def check_listen(address: str, *, insecure: bool) -> None:
+def check_listen(name: str, address: str, *, insecure: bool) -> None:
     """Refuse to serve others without protection unless that is asked for."""
-    host, _ = split_address("listen", address)
+    host, _ = split_address(name, address)
     if not is_loopback(host) and not insecure:
         raise ValueError(
-            f"listen {address!r} can be reached by others: without TLS and tokens that needs insecure=True"
+            f"{name} {address!r} can be reached by others: without TLS and tokens that needs insecure=True"
         )
 
 

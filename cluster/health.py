@@ -1,8 +1,9 @@
-"""grpc.health.v1 for a server that is ready or not."""
+"""grpc.health.v1 for a server that is ready or not, and for how much of it runs from captured graphs."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -10,18 +11,27 @@ from grpc_health.v1.health import SERVICE_NAME
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # the stub lacks it
 
 from cluster.generation import SERVICE as GENERATION_SERVICE
+from protos import control_pb2
+
+Readiness: TypeAlias = control_pb2.GraphReadiness.ValueType
 
 SERVICE = SERVICE_NAME
-NAMES = ("", GENERATION_SERVICE)
+NAMES: dict[str, Readiness] = {
+    "": control_pb2.GRAPH_READINESS_UNSPECIFIED,
+    GENERATION_SERVICE: control_pb2.GRAPH_READINESS_UNSPECIFIED,
+    "graphpool.v1.graphs.PARTIAL": control_pb2.GRAPH_READINESS_PARTIAL,
+    "graphpool.v1.graphs.FULL": control_pb2.GRAPH_READINESS_FULL,
+}
+"""What is answered for, and the readiness it takes beside being ready."""
 
 
 class Health:
-    """Publishes one bit, under the server's name and that of the generation service; watchers see it change."""
+    """Publishes whether the server takes requests, and how much of it replays graphs; watchers see it change."""
 
     def __init__(self) -> None:
         self._servicer = health_aio.HealthServicer()
         self._changed = asyncio.Event()
-        self._is_serving = False
+        self._state: tuple[bool, Readiness] = (False, control_pb2.GRAPH_READINESS_UNSPECIFIED)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, server: grpc.aio.Server) -> None:
@@ -30,10 +40,11 @@ class Health:
         await self._publish()
         self._task = asyncio.create_task(self._run())
 
-    def set_serving(self, is_serving: bool) -> None:
+    def set(self, *, is_serving: bool, readiness: Readiness) -> None:
         """Publish without waiting: a watcher that does not read must not hold up the server."""
-        if is_serving != self._is_serving:
-            self._is_serving = is_serving
+        state = (is_serving, readiness)
+        if state != self._state:
+            self._state = state
             self._changed.set()
 
     async def stop(self) -> None:
@@ -50,5 +61,6 @@ class Health:
 
     async def _publish(self) -> None:
         status = health_pb2.HealthCheckResponse
-        for name in NAMES:
-            await self._servicer.set(name, status.SERVING if self._is_serving else status.NOT_SERVING)
+        is_serving, readiness = self._state
+        for name, needed in NAMES.items():
+            await self._servicer.set(name, status.SERVING if is_serving and readiness >= needed else status.NOT_SERVING)

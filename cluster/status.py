@@ -90,12 +90,18 @@ class Status:
         return ((PUSHBACK_KEY, str(self.retry_after_ms)),)
 
 
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """The code of `status_of`, without logging anything."""
+    if isinstance(error, cluster_errors.RemoteError):
+        return _BY_NUMBER.get(error.code, _Code.UNKNOWN)
+    return _planned(error) or _Code.INTERNAL
+
+
 def status_of(error: BaseException) -> Status:
     """The status an error ends an RPC with. An error nobody planned for is INTERNAL and only its place is logged."""
     if isinstance(error, cluster_errors.RemoteError):
-        code = _BY_NUMBER.get(error.code, _Code.UNKNOWN)
-        return Status(code, cut(error.message), error.field, error.retry_after_ms)
-    planned = next((CODES[base] for base in type(error).__mro__ if base in CODES), None)
+        return Status(code_of(error), cut(error.message), error.field, error.retry_after_ms)
+    planned = _planned(error)
     if planned is None:
         _log_unplanned(error)
         return Status(_Code.INTERNAL, "an internal error")
@@ -143,6 +149,10 @@ def cut(text: str) -> str:
     """At most MAX_DETAILS_BYTES of UTF-8, without half a character at the end."""
     raw = text.encode("utf-8", "replace")
     return raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
+
+
+def _planned(error: BaseException) -> grpc.StatusCode | None:
+    return next((CODES[base] for base in type(error).__mro__ if base in CODES), None)
 
 
 def _details(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -13,11 +14,18 @@ from cluster.config import LINK_MESSAGE_BYTES, MESSAGE_BYTES, ClientConfig, Keep
 from cluster.malformed import RefuseMalformed
 
 METADATA_BYTES = 8 * 1024
+
+ServerInterceptor: TypeAlias = "grpc.aio.ServerInterceptor[Any, Any]"
 Options = list[tuple[str, int | str]]
 
 
-def create_server(*, keepalive: Keepalive, max_streams: int, message_bytes: int) -> grpc.aio.Server:
-    """A server that survives quiet streams, cuts off hostile pingers and never shares its port silently."""
+def create_server(
+    *, keepalive: Keepalive, max_streams: int, message_bytes: int, watchers: Sequence[ServerInterceptor] = ()
+) -> grpc.aio.Server:
+    """A server that survives quiet streams, cuts off hostile pingers and never shares its port silently.
+
+    `watchers` see every call, also those whose bytes are refused.
+    """
     # A stream more than the limit of requests, so that the refusal itself can be sent, and room for health watchers.
     streams = max_streams + 64
     options: Options = [
@@ -26,7 +34,7 @@ def create_server(*, keepalive: Keepalive, max_streams: int, message_bytes: int)
         ("grpc.max_concurrent_streams", streams),
         ("grpc.so_reuseport", 0),
     ]
-    return grpc.aio.server(options=options, interceptors=(RefuseMalformed(),))
+    return grpc.aio.server(options=options, interceptors=(*watchers, RefuseMalformed()))
 
 
 def bind(server: grpc.aio.Server, listen: str) -> int:

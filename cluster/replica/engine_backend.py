@@ -9,9 +9,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+import grpc
+
+from cluster import status
 from cluster.answers import load_to_proto, model_to_proto
-from cluster.codec import AnyRequest, check_defaults, messages_from_proto, sampling_from_proto
+from cluster.codec import AnyRequest, cache_options, check_defaults, messages_from_proto, sampling_from_proto
 from cluster.errors import NotReady, SlowReader, UnknownModel, UnknownReplica
+from cluster.metrics.answer_times import AnswerTimes
+from cluster.metrics.replica import ReplicaMetrics
 from cluster.replica.direct import DirectOutbox
 from cluster.replica.events import EventFanout
 from cluster.replica.flush import FlushPolicy
@@ -55,6 +60,7 @@ class EngineBackend:
         self.engine = engine
         self.lifecycle = lifecycle
         self.flush = flush
+        self.metrics = ReplicaMetrics()
         self.name = ""
         self.address = ""
         self.on_engine_dead: Callable[[WorkerError], None] | None = None
@@ -80,6 +86,19 @@ class EngineBackend:
         self, request: AnyRequest, *, timeout_s: float | None, outbox: Outbox, origin: Origin
     ) -> LiveRequest:
         """Start a request whose pieces go to `outbox`. Raises what the engine refuses it with."""
+        times = AnswerTimes()
+        try:
+            return await self._open_request(request, timeout_s, outbox, origin, times)
+        except Exception as error:
+            self.metrics.ended(status.code_of(error))
+            raise
+        except asyncio.CancelledError:
+            self.metrics.ended(grpc.StatusCode.CANCELLED)
+            raise
+
+    async def _open_request(
+        self, request: AnyRequest, timeout_s: float | None, outbox: Outbox, origin: Origin, times: AnswerTimes
+    ) -> LiveRequest:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._check_open()
         self._check_model(request.model)
@@ -91,9 +110,20 @@ class EngineBackend:
             raise DeadlineExceeded
         engine_id = f"{request.request_id}/{next(self._numbers)}"
         live = LiveRequest(
-            request_id=request.request_id, engine_id=engine_id, num_choices=sampling.n, origin=origin, outbox=outbox
+            request_id=request.request_id,
+            engine_id=engine_id,
+            num_choices=sampling.n,
+            origin=origin,
+            outbox=outbox,
+            times=times,
         )
-        work = GenerateRequest(request_id=engine_id, prompt_token_ids=prompt, sampling=sampling, deadline_s=deadline_s)
+        work = GenerateRequest(
+            request_id=engine_id,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            deadline_s=deadline_s,
+            **cache_options(request),
+        )
         try:
             self.engine.submit(work)
         except InvalidRequest as error:
@@ -103,8 +133,17 @@ class EngineBackend:
         self._idle.clear()
         return live
 
+    def take(self, live: LiveRequest) -> generation_pb2.GenerateResponse | None:
+        """The piece of a request that is due, if there is one; it counts as sent."""
+        piece = live.take()
+        if piece is not None:
+            self.metrics.sent(live.times, piece)
+        return piece
+
     def close(self, live: LiveRequest) -> None:
         """Forget a request; if it is still running, it ends here."""
+        if live in self._open:
+            self.metrics.ended(_code(live), live.timings)
         if self._running.pop(live.engine_id, None) is not None and not live.has_ended:
             self.engine.cancel(live.engine_id)
         self._open.discard(live)
@@ -122,7 +161,7 @@ class EngineBackend:
             has_ended = False
             while not has_ended:
                 await outbox.due()
-                piece, has_ended = live.take(), live.has_ended
+                piece, has_ended = self.take(live), live.has_ended
                 if piece is None:
                     continue
                 if piece.HasField("timings"):
@@ -254,6 +293,12 @@ class EngineBackend:
     def _check_model(self, name: str) -> None:
         if name not in ("", self.engine.info.model):
             raise UnknownModel(self.engine.info.model)
+
+
+def _code(live: LiveRequest) -> grpc.StatusCode:
+    if live.error is not None:
+        return status.code_of(live.error)
+    return grpc.StatusCode.OK if live.has_ended else grpc.StatusCode.CANCELLED
 
 
 def _named_as_sent(error: InvalidRequest, request: AnyRequest) -> InvalidRequest:

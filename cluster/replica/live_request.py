@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.answers import extend_choice, timings_to_proto
+from cluster.metrics.answer_times import AnswerTimes
 from protos import generation_pb2
-from worker.request import ChoiceDelta, EngineEvent, RequestFailed
+from worker.request import ChoiceDelta, EngineEvent, RequestFailed, Timings
 
 
 class Outbox(Protocol):
@@ -48,13 +49,24 @@ class LiveRequest:
         "outbox",
         "pending_bytes",
         "request_id",
+        "times",
     )
 
-    def __init__(self, *, request_id: str, engine_id: str, num_choices: int, origin: Origin, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        engine_id: str,
+        num_choices: int,
+        origin: Origin,
+        outbox: Outbox,
+        times: AnswerTimes | None = None,
+    ) -> None:
         self.request_id = request_id
         self.engine_id = engine_id
         self.origin = origin
         self.outbox = outbox
+        self.times = times or AnswerTimes()
         self.error: Exception | None = None
         self.is_urgent = False
         """A first token, the end of a choice or an error is waiting to be sent."""
@@ -73,6 +85,11 @@ class LiveRequest:
     def has_ended(self) -> bool:
         """Whether the engine brings nothing more."""
         return self.error is not None or self._num_open == 0
+
+    @property
+    def timings(self) -> Timings | None:
+        """The engine's times of a complete answer."""
+        return self._last.timings if self._last is not None and self._num_open == 0 else None
 
     def add(self, event: EngineEvent) -> None:
         """Take what a step brought."""

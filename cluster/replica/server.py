@@ -6,18 +6,21 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
+from prometheus_client.core import Metric
 
 from cluster import control, generation, health
-from cluster.answers import model_to_proto
+from cluster.answers import READINESS, model_to_proto
 from cluster.codec import NO_DEFAULTS
 from cluster.config import LINK_MESSAGE_BYTES, ReplicaConfig, join_address, split_address
 from cluster.control import ControlServicer
 from cluster.generation import GenerationServicer
 from cluster.health import Health
+from cluster.metrics.exporter import MetricsExporter
+from cluster.metrics.rpcs import RpcCounter
 from cluster.replica import attach
 from cluster.replica.announcer import Announcer
 from cluster.replica.attach import AttachServicer
@@ -73,6 +76,8 @@ class ReplicaServer:
         self._attach = AttachServicer(self._backend, config, self._hello)
         self._generation = GenerationServicer(self._backend, max_streams=config.max_streams)
         self._health = Health()
+        self._rpcs = RpcCounter(generation.SERVICE)
+        self._exporter = MetricsExporter(config.metrics_listen, self._metrics)
         self._announcer = Announcer(self._announcement, period_s=config.announce_period_s, keepalive=config.keepalive)
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,6 +104,11 @@ class ReplicaServer:
         return self._lifecycle.state
 
     @property
+    def metrics_address(self) -> str:
+        """host:port of the metrics; "" when they are off."""
+        return self._exporter.address
+
+    @property
     def num_live(self) -> int:
         """Requests being answered now, for routers and for direct clients."""
         return self._backend.num_live
@@ -109,10 +119,14 @@ class ReplicaServer:
         self._backend.on_engine_dead = lambda error: self._fail(error)
         # Made here: gRPC binds it to the running event loop.
         server = self._server = create_server(
-            keepalive=self._config.keepalive, max_streams=self._config.max_streams, message_bytes=LINK_MESSAGE_BYTES
+            keepalive=self._config.keepalive,
+            max_streams=self._config.max_streams,
+            message_bytes=LINK_MESSAGE_BYTES,
+            watchers=(self._rpcs,),
         )
         await self._add_services(server)
         port = bind(server, self._config.listen)
+        self._exporter.start()
         host = self._config.advertise or split_address("listen", self._config.listen)[0]
         self._backend.address = join_address(host, port)
         self._backend.name = self._config.name or self._backend.address
@@ -143,6 +157,7 @@ class ReplicaServer:
         self._attach.hang_up()
         await self._announcer.stop()
         await self._health.stop()
+        await self._exporter.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -176,6 +191,7 @@ class ReplicaServer:
             except WorkerError as error:
                 self._fail(error)
                 return
+            self._publish_health()
 
     def _fail(self, error: WorkerError) -> None:
         """The engine is gone for good: tell everyone, then the host."""
@@ -199,8 +215,17 @@ class ReplicaServer:
     def _state_changed(self) -> None:
         if self._lifecycle.state in (State.STOPPED, State.FAILED):
             self._over.set()
-        self._health.set_serving(self._lifecycle.state is State.READY)
+        self._publish_health()
         self._announcer.announce_change()
+
+    def _publish_health(self) -> None:
+        self._health.set(
+            is_serving=self._lifecycle.state is State.READY, readiness=READINESS[self._engine.load().readiness]
+        )
+
+    def _metrics(self) -> Iterator[Metric]:
+        yield from self._backend.metrics.families(self._engine.load())
+        yield self._rpcs.family()
 
     def _hello(self) -> replica_pb2.ReplicaHello:
         return replica_pb2.ReplicaHello(

@@ -197,7 +197,7 @@ class AttachSession:
         del self._dirty[live]
         self._urgent.pop(live, None)
         stream_id = live.origin.stream_id
-        piece = live.take()
+        piece = self._backend.take(live)
         if piece is not None:
             frame.events.add(stream_id=stream_id, response=piece, end=live.has_ended and live.error is None)
         if live.error is not None:

@@ -32,6 +32,16 @@ class Answering:
             raise DeadlineExceeded
         return left_s
 
+    @property
+    def placed_after_s(self) -> float:
+        """From its arrival to its latest placement."""
+        return self._placed_s - self._started_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since its arrival."""
+        return time.monotonic() - self._started_s
+
     def placed(self, stream: LinkStream) -> None:
         """A replica has it now."""
         self._stream = stream
@@ -53,6 +63,6 @@ class Answering:
         """Note that the answer has started; the last piece gets the router's times."""
         self.has_started = True
         if piece.HasField("timings"):
-            piece.timings.router_ms = 1000 * (self._placed_s - self._started_s)
-            piece.timings.total_ms = 1000 * (time.monotonic() - self._started_s)
+            piece.timings.router_ms = 1000 * self.placed_after_s
+            piece.timings.total_ms = 1000 * self.elapsed_s
         return piece

@@ -28,7 +28,7 @@ class Link:
     """Keeps one Attach stream to a replica alive, and carries requests over it.
 
     A replica is ready here once it says so and a generation through this very stream has succeeded; a new stream
-    starts from nothing. `on_change` is called whenever `is_ready` may have changed.
+    starts from nothing. `on_change` is called whenever `is_ready` or the graphs' readiness may have changed.
     """
 
     def __init__(
@@ -196,8 +196,14 @@ class Link:
             if stream is not None:
                 stream.push(event)
         if frame.HasField("load"):
-            self.load = frame.load
-            self._foreign_tokens = max(0, frame.load.outstanding_tokens - self.outstanding_tokens)
+            self._note_load(frame.load)
+
+    def _note_load(self, load: control_pb2.Load) -> None:
+        has_changed = load.readiness != self.load.readiness
+        self.load = load
+        self._foreign_tokens = max(0, load.outstanding_tokens - self.outstanding_tokens)
+        if has_changed:
+            self._on_change()
 
     def _greet(self, hello: replica_pb2.ReplicaHello) -> None:
         if self._expected_incarnation not in ("", hello.incarnation):

@@ -14,6 +14,7 @@ from cluster import codec
 from cluster.codec import AnyRequest
 from cluster.config import RouterConfig
 from cluster.errors import NoReplicaAvailable, RemoteError, ReplicaLost, UnknownModel, UnknownReplica
+from cluster.metrics.router import RouterMetrics
 from cluster.router.answering import Answering
 from cluster.router.link import Link
 from cluster.router.membership import Membership
@@ -40,12 +41,14 @@ class Pool:
         *,
         server_info: Callable[[], control_pb2.ServerInfo],
         on_change: Callable[[], None],
+        metrics: RouterMetrics,
     ) -> None:
         self._config = config
         self._membership = membership
         self._policy = policy
         self._server_info = server_info
         self._on_change = on_change
+        self._metrics = metrics
         self._answering: dict[str, Answering] = {}
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -56,6 +59,12 @@ class Pool:
     def has_ready(self) -> bool:
         """Whether at least one replica takes requests and the router does."""
         return not self._is_draining and any(link.is_ready for link in self._membership.links)
+
+    @property
+    def readiness(self) -> control_pb2.GraphReadiness.ValueType:
+        """The most that any replica that takes requests runs from graphs."""
+        ready = [link.load.readiness for link in self._membership.links if link.is_ready]
+        return max(ready, default=control_pb2.GRAPH_READINESS_UNSPECIFIED)
 
     @property
     def num_live(self) -> int:
@@ -87,6 +96,8 @@ class Pool:
                 stream = self._open(link, request, attempt, answering)
                 try:
                     async for piece in stream:
+                        if not answering.has_started:
+                            self._note_start(answering)
                         yield answering.stamp(piece)
                     return
                 except (ReplicaLost, RemoteError) as error:
@@ -203,7 +214,11 @@ class Pool:
             cost=prompt_cost + answer_cost,
         )
         answering.placed(stream)
+        self._metrics.placed(attempt)
         return stream
+
+    def _note_start(self, answering: Answering) -> None:
+        self._metrics.started(placed_after_s=answering.placed_after_s, first_token_s=answering.elapsed_s)
 
     async def _ready(self, model: str, answering: Answering, refused: set[str]) -> list[Link]:
         """Ready replicas of the model, at least one; waits for it if need be."""

@@ -6,14 +6,19 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Iterator
 
 import grpc
+from prometheus_client.core import Metric
 
 from cluster import control, generation, health
 from cluster.config import MESSAGE_BYTES, RouterConfig, join_address, split_address
 from cluster.control import ControlServicer
 from cluster.generation import GenerationServicer
 from cluster.health import Health
+from cluster.metrics.exporter import MetricsExporter
+from cluster.metrics.router import RouterMetrics
+from cluster.metrics.rpcs import RpcCounter
 from cluster.router import announce
 from cluster.router.announce import MembershipServicer
 from cluster.router.canary import run_canary
@@ -40,6 +45,9 @@ class RouterServer:
         self.name = config.name or f"router-{secrets.token_hex(4)}"
         """Tells routers apart for replicas and in ControlService."""
         self._health = Health()
+        self._metrics = RouterMetrics()
+        self._rpcs = RpcCounter(generation.SERVICE)
+        self._exporter = MetricsExporter(config.metrics_listen, self._collect)
         self._membership = Membership(config, self._create_link)
         self._pool = Pool(
             config,
@@ -47,6 +55,7 @@ class RouterServer:
             policy or LeastOutstandingTokens(),
             server_info=self._server_info,
             on_change=self._readiness_changed,
+            metrics=self._metrics,
         )
         self._generation = GenerationServicer(self._pool, max_streams=config.max_streams)
         self._server: grpc.aio.Server | None = None
@@ -58,6 +67,11 @@ class RouterServer:
         return self._address
 
     @property
+    def metrics_address(self) -> str:
+        """host:port of the metrics; "" when they are off."""
+        return self._exporter.address
+
+    @property
     def pool(self) -> Pool:
         """The backend: for programs that host a router in their own process."""
         return self._pool
@@ -66,10 +80,14 @@ class RouterServer:
         """Listen, and dial the configured replicas."""
         # Made here: gRPC binds it to the running event loop.
         server = self._server = create_server(
-            keepalive=self._config.keepalive, max_streams=self._config.max_streams, message_bytes=MESSAGE_BYTES
+            keepalive=self._config.keepalive,
+            max_streams=self._config.max_streams,
+            message_bytes=MESSAGE_BYTES,
+            watchers=(self._rpcs,),
         )
         await self._add_services(server)
         port = bind(server, self._config.listen)
+        self._exporter.start()
         self._address = join_address(split_address("listen", self._config.listen)[0], port)
         await server.start()
         self._membership.start()
@@ -84,6 +102,7 @@ class RouterServer:
         self._pool.fail_all(Draining())
         await self._pool.wait_idle(STOP_GRACE_S)
         await self._health.stop()
+        await self._exporter.stop()
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
         await self._membership.stop()
@@ -118,7 +137,11 @@ class RouterServer:
         await run_canary(link, timeout_s=self._config.canary_timeout_s)
 
     def _readiness_changed(self) -> None:
-        self._health.set_serving(self._pool.has_ready)
+        self._health.set(is_serving=self._pool.has_ready, readiness=self._pool.readiness)
+
+    def _collect(self) -> Iterator[Metric]:
+        yield from self._metrics.families(self._pool.loads(), self._pool.num_live)
+        yield self._rpcs.family()
 
     def _server_info(self) -> control_pb2.ServerInfo:
         models = [link.model.name for link in self._membership.links if link.model]

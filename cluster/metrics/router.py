@@ -1,0 +1,60 @@
+"""What a router counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import Metric
+
+from cluster.metrics.families import SECONDS, Histogram, gauge, plain_counter, plain_gauge
+from protos import control_pb2
+
+STATES = tuple(state for state in control_pb2.ReplicaState.values() if state)
+READINESS = tuple(readiness for readiness in control_pb2.GraphReadiness.values() if readiness)
+
+
+class RouterMetrics:
+    """Placements and times; what concerns the replicas comes from their loads at the time of a scrape.
+
+    Used on the event loop alone: for each placement and each first piece of an answer.
+    """
+
+    def __init__(self) -> None:
+        self._placements = 0
+        self._repeated = 0
+        self._added = Histogram((0.0001, 0.00025, *SECONDS))
+        self._first_token = Histogram()
+
+    def placed(self, attempt: int) -> None:
+        """A replica was given a request, for the `attempt`-th time."""
+        self._placements += 1
+        self._repeated += attempt > 1
+
+    def started(self, *, placed_after_s: float, first_token_s: float) -> None:
+        """The first piece of an answer came; both times are from the arrival of its request."""
+        self._added.observe(placed_after_s)
+        self._first_token.observe(first_token_s)
+
+    def families(self, loads: Sequence[control_pb2.ReplicaLoad], num_streams: int) -> Iterator[Metric]:
+        """For a scrape."""
+        yield plain_gauge("streams", "Requests being answered.", num_streams)
+        yield plain_counter("placements", "Requests given to a replica, repeated ones included.", self._placements)
+        yield plain_counter("repeated_placements", "Those whose earlier replica was lost or busy.", self._repeated)
+        yield _replicas(loads)
+        yield _readiness(loads)
+        yield self._added.family("router_seconds", "From the arrival of a request to its placement.")
+        yield self._first_token.family("router_time_to_first_token_seconds", "From there to the first token's arrival.")
+
+
+def _replicas(loads: Sequence[control_pb2.ReplicaLoad]) -> Metric:
+    counts = Counter(load.state for load in loads)
+    names = {state: control_pb2.ReplicaState.Name(state).removeprefix("REPLICA_STATE_").lower() for state in STATES}
+    return gauge("replicas", "Known replicas.", (((name,), counts[state]) for state, name in names.items()), ("state",))
+
+
+def _readiness(loads: Sequence[control_pb2.ReplicaLoad]) -> Metric:
+    counts = Counter(load.load.readiness for load in loads if load.state == control_pb2.REPLICA_STATE_READY)
+    names = {one: control_pb2.GraphReadiness.Name(one).removeprefix("GRAPH_READINESS_").lower() for one in READINESS}
+    samples = (((name,), counts[one]) for one, name in names.items())
+    return gauge("ready_replicas", "READY replicas, by how much runs from graphs.", samples, ("readiness",))
