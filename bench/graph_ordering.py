@@ -181,7 +181,7 @@ def split_by_hand(model: str, device: Device, results: Results) -> dict[str, Any
 
 def split_transformers(model: str, device: Device, results: Results) -> dict[str, Any]:
     """A decode step of a transformers model over its static cache, split in the same ways."""
-    context, length = (128, 512) if device == "cuda" else (8, 32)
+    context, length = (128, 512) if device == "cuda" else (8, 64)
     step = StaticDecodeStep(hf_model(model, device), batch=1, context=context, length=length)
     return split(step, model, step.inputs(1), device, results, reset=step.rewind)
 
@@ -198,21 +198,26 @@ def split(
     rewind = reset or (lambda: None)
 
     def run() -> Tensor:
-        rewind()
         with torch.no_grad():
             out: Tensor = module(**inputs)
         return out
 
-    eager, expected = host_ms(run, device), run().clone()
+    def result() -> Tensor:
+        rewind()
+        return run().clone()
+
+    def timed(work: Callable[[], Any]) -> float:
+        rewind()
+        return host_ms(work, device)
+
+    eager, expected = timed(run), result()
     runner = CUDAGraphRunner()
     runner.warmup(module, inputs, reset=reset)
     runner.capture(module, inputs)
 
-    def replay() -> ReplayLease:
-        rewind()
-        return runner.replay(**inputs)
-
-    whole, found = host_ms(replay, device), {"whole": error(replay().clone(), expected)}
+    whole = timed(lambda: runner.replay(**inputs))
+    rewind()
+    found: dict[str, Any] = {"whole": error(runner.replay(**inputs).clone(), expected)}
     runner.close()
     pair(results, name, "whole graph", whole, "eager parts", eager, batch=1)
     kinds: dict[str, tuple[str, ...]] = {
@@ -223,8 +228,8 @@ def split(
     for kind, names in kinds.items():
         graphs = PartialGraphs(module, partial(is_part, names), pool=GraphPool(backend_for(device)))
         graphs.capture((), inputs, reset=reset)
-        found[kind] = error(run(), expected)
-        pair(results, name, "whole graph", whole, kind, host_ms(run, device), batch=1)
+        found[kind] = error(result(), expected)
+        pair(results, name, "whole graph", whole, kind, timed(run), batch=1)
         found[f"{kind}, eager calls"] = sum(graphs.eager_calls.values())
         graphs.remove()
     return found
