@@ -7,6 +7,7 @@ import contextlib
 import gc
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,15 @@ def start(config: WorkerConfig) -> Worker:
     settle(config.device)
     assert isinstance(engine.runner, GraphRunner)
     return Worker(engine, engine.runner, config, loaded - began, time.perf_counter() - loaded)
+
+
+def attempt(part: Callable[..., Any], *args: Any) -> Any:
+    """What `part` returns; a part that fails must not lose the others, and says so in the result."""
+    try:
+        return part(*args)
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"[:500]}
 
 
 def free_memory() -> None:

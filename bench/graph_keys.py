@@ -23,6 +23,7 @@ from bench.engine_runs import (
     Worker,
     agreement,
     answers,
+    attempt,
     build,
     free_memory,
     hardware,
@@ -62,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     results = Results(bench="graph_keys", hardware=hardware(args.device))
     results.extra["keys"] = {}
     for run in args.runs.split(","):
-        measure(run, args.model, args.device, args.steps, results)
+        failed = attempt(measure, run, args.model, args.device, args.steps, results)
+        if failed is not None:
+            results.correctness[run] = failed
         free_memory()
     return results.write(args.out)
 

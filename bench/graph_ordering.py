@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bench.engine_runs import (
     Worker,
     answers,
+    attempt,
     build,
     decode_step_ms,
     free_memory,
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     args = options.parse_args(arguments)
     results = Results(bench="graph_ordering", hardware=hardware(args.device))
     for part in (engine_ordering, queue_ordering, copies, split_by_hand, split_transformers):
-        results.correctness[part.__name__] = part(args.model, args.device, results)
+        results.correctness[part.__name__] = attempt(part, args.model, args.device, results)
         print(part.__name__, results.correctness[part.__name__], flush=True)
         free_memory()
     for row in results.rows:

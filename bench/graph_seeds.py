@@ -23,6 +23,7 @@ from bench.engine_runs import (
     Worker,
     agreement,
     answers,
+    attempt,
     build,
     decode_step_ms,
     free_memory,
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     results = Results(bench="graph_seeds", hardware=hardware(args.device))
     parts = {"mlp": mlp, "transformer": transformer, "decode": decode, "serving": serving}
     for name in args.parts.split(","):
-        results.correctness[name] = parts[name](args.device, results)
+        results.correctness[name] = attempt(parts[name], args.device, results)
         print(name, results.correctness[name], flush=True)
         free_memory()
     for row in results.rows:
