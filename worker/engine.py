@@ -98,8 +98,8 @@ class Engine:
 
     def launch(self, batch: Batch) -> None:
         """Start a planned step. Its tokens come with `collect`."""
-        pending = self.runner.launch(batch)
-        self._under_way.append(_Step(batch, pending, self._clock()))
+        launched_s = self._clock()  # before the launch, which on the CPU is the step itself
+        self._under_way.append(_Step(batch, self.runner.launch(batch), launched_s))
         for segment in batch.segments:
             segment.sequence.num_computed = segment.end
             segment.sequence.num_in_flight += segment.samples

@@ -9,6 +9,7 @@ import torch
 
 from tests.fakes.script_runner import EOS, ManualClock, NextToken, ScriptRunner
 from tests.fakes.script_runner import script_engine as build
+from worker.batch import Batch
 from worker.engine import Engine
 from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, QueueFull, RequestAborted
 from worker.request import ChoiceDelta, EngineEvent, FinishReason, GenerateRequest, RequestFailed
@@ -319,3 +320,18 @@ def test_cancelling_with_a_step_under_way_frees_everything_and_spares_the_rest()
     events += run(engine)
     assert text_of(events, "b") == "hello"
     assert_all_free(engine)
+
+
+def test_the_time_of_a_step_includes_its_launch() -> None:
+    clock = ManualClock()
+    engine, runner = build(lambda _: ord("x"), clock=clock, max_ahead=0)
+    launch = runner.launch
+
+    def slow(batch: Batch) -> Any:
+        clock.now_s += 0.5
+        return launch(batch)
+
+    runner.launch = slow  # type: ignore[method-assign]
+    engine.add(request(max_tokens=5))
+    run(engine)
+    assert engine.load().step_ms == pytest.approx(500)

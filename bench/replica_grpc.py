@@ -1,0 +1,223 @@
+"""End to end through a replica's gRPC: milliseconds a token, tokens/s, time to first token, start-up by phase.
+
+    python -m bench.replica_grpc [--model NAME] [--batches 1 8 32 256] [--device cuda]
+
+Random weights of a public shape, 128 prompt and 128 new tokens, greedy. The replica is a process of its own, the client
+another; both hosts' time is in the numbers. Each answer must be whole and equal to the same prompt alone as far as
+bf16 near-ties allow. Writes `bench/results/replica_grpc.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.results_file import Results, cpu_name
+from bench.shapes import SHAPES, write_config
+
+PROMPT, ANSWER = 128, 128
+ROUNDS = 3
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """The replica process."""
+    from cluster.config import ReplicaConfig
+    from cluster.replica_process import ReplicaProcess
+    from worker.config import WorkerConfig
+
+    worker = WorkerConfig(
+        model=options.serve,
+        load_format="dummy",
+        device=options.device,
+        max_model_len=options.max_model_len,
+        max_batch=max(options.batches),
+        kv_cache_bytes=options.kv_gib << 30,
+        capture=options.capture,
+    )
+    listen = f"127.0.0.1:{options.port}"
+    process = await ReplicaProcess.open(worker, ReplicaConfig(listen=listen, flush_interval_ms=options.flush_ms))
+    print("ready", flush=True)
+    await process.server.wait_stopped()
+
+
+@contextlib.contextmanager
+def replica(options: argparse.Namespace, config: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start one and end it."""
+    command = [sys.executable, "-m", "bench.replica_grpc", "--serve", str(config), "--port", str(options.port)]
+    command += ["--device", options.device, "--capture", options.capture, "--max-model-len", str(options.max_model_len)]
+    command += ["--kv-gib", str(options.kv_gib), "--flush-ms", str(options.flush_ms)]
+    process = subprocess.Popen([*command, "--batches", *map(str, options.batches)])
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+
+
+class Clock:
+    """When each message of one answer came, and what it held."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.seconds: list[float] = []
+        self.token_ids: list[int] = []
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * (self.seconds[0] - self.started)
+
+    @property
+    def token_ms(self) -> float:
+        """Mean milliseconds between tokens after the first."""
+        return 1e3 * (self.seconds[-1] - self.seconds[0]) / (len(self.token_ids) - 1)
+
+
+async def ask(client: Any, prompt: list[int], max_tokens: int = ANSWER) -> Clock:
+    clock = Clock()
+    async for piece in client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True):
+        if piece.token_ids:
+            clock.seconds.append(time.perf_counter())
+            clock.token_ids += piece.token_ids
+    assert len(clock.token_ids) == max_tokens, len(clock.token_ids)
+    return clock
+
+
+def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(3, vocab) for _ in range(length)] for _ in range(count)]
+
+
+async def first_answer(options: argparse.Namespace, started: float) -> float:
+    """Seconds from the start of the process to the first token a client sees."""
+    from cluster.client import AsyncGraphpoolClient
+
+    while True:
+        with contextlib.suppress(Exception):
+            async with AsyncGraphpoolClient(f"127.0.0.1:{options.port}") as client:
+                await ask(client, [5, 6, 7], max_tokens=1)
+                return time.perf_counter() - started
+        await asyncio.sleep(0.05)
+        if time.perf_counter() - started > 300:
+            raise TimeoutError("the replica did not answer within 300 s")
+
+
+async def all_captured(client: Any, started: float) -> float:
+    """Seconds until every graph is captured."""
+    while time.perf_counter() - started < 300:
+        (load,) = await client.loads()
+        if "FULL" in str(load.load.readiness) or "full" in str(load.load.readiness):
+            return time.perf_counter() - started
+        await asyncio.sleep(0.1)
+    return float("nan")
+
+
+async def measure(options: argparse.Namespace, results: Results) -> None:
+    from cluster.client import AsyncGraphpoolClient
+
+    vocab = SHAPES[options.model]["vocab_size"]
+    async with AsyncGraphpoolClient(f"127.0.0.1:{options.port}") as client:
+        alone = [(await ask(client, prompt)).token_ids for prompt in prompts(4, PROMPT, vocab, 0)]
+        for batch in options.batches:
+            await measure_batch(client, batch, vocab, alone, options, results)
+        for length in (128, 1024):
+            clocks = [await ask(client, prompt, 1) for prompt in prompts(12, length, vocab, 7)]
+            value = median(clock.ttft_ms for clock in clocks[2:])
+            add(results, options, metric="ttft_ms", unit="ms", value=value, batch=1, context=length)
+
+
+async def measure_batch(
+    client: Any, batch: int, vocab: int, alone: list[list[int]], options: argparse.Namespace, results: Results
+) -> None:
+    rounds = []
+    for round_number in range(ROUNDS):
+        started = time.perf_counter()
+        clocks = await asyncio.gather(*(ask(client, prompt) for prompt in prompts(batch, PROMPT, vocab, round_number)))
+        rounds.append((time.perf_counter() - started, clocks))
+        if round_number == 0:
+            compare(batch, clocks, alone, results)
+    per_token = median(clock.token_ms for _, clocks in rounds[1:] for clock in clocks)
+    wall = min(seconds for seconds, _ in rounds[1:])
+    (load,) = await client.loads()
+    add(results, options, metric="decode_step_ms", unit="ms", value=per_token, batch=batch, context=PROMPT)
+    add(results, options, metric="tokens_per_s", unit="1/s", value=batch * ANSWER / wall, batch=batch, context=PROMPT)
+    add(results, options, metric="engine_step_ms", unit="ms", value=load.load.step_ms, batch=batch, context=PROMPT)
+
+
+def compare(batch: int, clocks: list[Clock], alone: list[list[int]], results: Results) -> None:
+    """Share of leading tokens equal to the same prompts alone; other batch shapes may part at near-ties."""
+    same = total = 0
+    for clock, expected in zip(clocks, alone, strict=False):
+        same += next((i for i, (a, b) in enumerate(zip(clock.token_ids, expected, strict=True)) if a != b), ANSWER)
+        total += ANSWER
+    results.correctness[f"equal_leading_tokens_batch_{batch}"] = same / total
+
+
+def add(results: Results, options: argparse.Namespace, **values: Any) -> None:
+    results.add(system="graphpool", model=options.model, scope="router", **values)
+    print({name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}, flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.2-1b", choices=list(SHAPES))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--capture", default="background")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--kv-gib", type=int, default=24)
+    parser.add_argument("--flush-ms", type=float, default=8.0)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+async def run(options: argparse.Namespace) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        options.port = probe.getsockname()[1]
+    results = Results(bench="replica_grpc", hardware=hardware(options.device))
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        with replica(options, write_config(options.model, Path(folder))):
+            first = await first_answer(options, started)
+            add(results, options, metric="start_to_first_token_s", unit="s", value=first)
+            from cluster.client import AsyncGraphpoolClient
+
+            async with AsyncGraphpoolClient(f"127.0.0.1:{options.port}") as client:
+                full = await all_captured(client, started) if options.device == "cuda" else float("nan")
+            if full == full:
+                add(results, options, metric="start_to_all_graphs_s", unit="s", value=full)
+            await measure(options, results)
+    print(results.correctness)
+    print(results.write())
+
+
+def hardware(device: str) -> str:
+    if device == "cpu":
+        return cpu_name()
+    out = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
+    )
+    return f"{out.stdout.splitlines()[0]}, {cpu_name()}"
+
+
+def main() -> None:
+    options = parse()
+    asyncio.run(serve(options) if options.serve else run(options))
+
+
+if __name__ == "__main__":
+    main()
