@@ -12,6 +12,7 @@ from worker.chooser import StepOutput
 from worker.engine import Engine, EngineParts
 from worker.kv_cache import KVCache
 from worker.load import EngineInfo, GraphReadiness, GraphSnapshot
+from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.tiers import BucketTable, TierTable, default_buckets, default_tiers
@@ -95,18 +96,21 @@ def script_engine(
     max_waiting: int = 100,
     clock: Callable[[], float] | None = None,
     max_ahead: int = 0,
+    prefix_cache: bool = False,
 ) -> tuple[Engine, ScriptRunner]:
     """An engine over a ScriptRunner and a byte tokenizer; the KV pool is real but one number wide."""
     runner = ScriptRunner(next_token, max_ahead)
     tiers = TierTable(default_tiers(max_model_len), 4)
     buckets = BucketTable(default_buckets(max_batch))
+    pool = BlockPool(num_blocks)
     scheduler = Scheduler(
         tiers=tiers,
         buckets=buckets,
         prefill_buckets=BucketTable(default_buckets(32)),
-        pool=BlockPool(num_blocks),
+        pool=pool,
         max_waiting=max_waiting,
         max_prefill_segments=runner.max_prefill_segments,
+        prefix_cache=PrefixCache(pool, 4) if prefix_cache else None,
     )
     info = EngineInfo(
         model="script",
