@@ -100,7 +100,8 @@ class ReplicaConfig:
     routers: tuple[str, ...] = ()
     """host:port of routers to announce this replica to."""
     metrics_listen: str = ""
-    """host:port where Prometheus finds metrics over HTTP; empty = nowhere, port 0 = any free one."""
+    """host:port where Prometheus finds metrics over HTTP; empty = nowhere, port 0 = any free one. Under Ray Serve, the
+    port of a node's first replica; the others take those after it."""
     reflection: bool = True
     """Offer server reflection; on loopback only."""
     max_streams: int = 4096

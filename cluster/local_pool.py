@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 import psutil
 
-from cluster.config import ReplicaConfig, RouterConfig
+from cluster.config import ReplicaConfig, RouterConfig, join_address, split_address
 from cluster.errors import ClusterError
 from cluster.private_ray import PrivateRay
 from cluster.router.server import RouterServer
@@ -59,6 +59,10 @@ class LocalPoolConfig:
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
             raise ValueError(f"num_replicas is {self.num_replicas}, must be at least 1")
+        if self.router.metrics_listen:
+            port = split_address("metrics_listen", self.router.metrics_listen)[1]
+            if port + self.num_replicas > 65535:
+                raise ValueError(f"metrics port {port} leaves no ports after it for {self.num_replicas} replicas")
         if not self.start_timeout_s > 0:
             raise ValueError(f"start_timeout_s is {self.start_timeout_s}, must be positive")
         if not self.drain_timeout_s >= 0:
@@ -80,6 +84,11 @@ class LocalPool:
     def address(self) -> str:
         """host:port of the router."""
         return self._router.address
+
+    @property
+    def metrics_address(self) -> str:
+        """host:port of the router's metrics; "" when they are off."""
+        return self._router.metrics_address
 
     async def __aenter__(self) -> Self:
         """Return once every replica is READY in the router. Raises PoolStartFailed, or OSError for a taken port."""
@@ -163,6 +172,8 @@ class LocalPool:
             worker=share_cores(config.worker, config.num_replicas, os.cpu_count() or 1),
             replica=ReplicaConfig(
                 routers=(self.address,),
+                insecure=config.router.insecure,
+                metrics_listen=next_metrics_address(config.router.metrics_listen),
                 flush_interval_ms=config.flush_interval_ms,
                 max_flush_interval_ms=max(64.0, config.flush_interval_ms),
             ),
@@ -182,6 +193,14 @@ class LocalPool:
             problem = await self._ray.call(start_problem)
             if problem is not None:
                 raise PoolStartFailed(f"the replicas cannot start: {problem}")
+
+
+def next_metrics_address(address: str) -> str:
+    """Where the first replica's metrics are, when the router's are at `address`; "" and port 0 stand for themselves."""
+    if not address:
+        return ""
+    host, port = split_address("metrics_listen", address)
+    return join_address(host, port + 1 if port else 0)
 
 
 class SilentProgress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.config import ReplicaConfig
+from cluster.config import ReplicaConfig, join_address, split_address
 from worker.config import WorkerConfig
 
 NODE_ADDRESS = "node-address"
@@ -33,10 +33,22 @@ class ServedReplica:
 
 
 def placed(config: ReplicaConfig) -> ReplicaConfig:
-    """The same config for this very place: the node's address, and a name that a replacement takes over."""
+    """The same config for this very place: the node's address, a name that a replacement takes over, a metrics port."""
     import ray
     from ray import serve
 
-    name = config.name or f"replica-{serve.get_replica_context().rank.rank}"
-    advertise = ray.util.get_node_ip_address() if config.advertise == NODE_ADDRESS else config.advertise
-    return replace(config, name=name, advertise=advertise)
+    rank = serve.get_replica_context().rank
+    return replace(
+        config,
+        name=config.name or f"replica-{rank.rank}",
+        advertise=ray.util.get_node_ip_address() if config.advertise == NODE_ADDRESS else config.advertise,
+        metrics_listen=metrics_address(config.metrics_listen, rank.local_rank),
+    )
+
+
+def metrics_address(first: str, local_rank: int) -> str:
+    """The replicas of one node take the ports from `first` on; "" and port 0 stand for themselves."""
+    if not first:
+        return ""
+    host, port = split_address("metrics_listen", first)
+    return join_address(host, port + local_rank if port else 0)

@@ -53,6 +53,13 @@ def integers(text: str) -> list[int]:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 256,1024") from None
 
 
+def metrics_listen(host: str, port: int | None) -> str:
+    """host:port of the metrics; "" without a port."""
+    from cluster.config import join_address
+
+    return "" if port is None else join_address(host, port)
+
+
 Model = Annotated[
     str,
     typer.Option(
@@ -140,6 +147,15 @@ DrainS = Annotated[
 ]
 RouterPort = Annotated[
     int, typer.Option(min=0, max=65535, help="Where clients connect; 0 takes any free port.", rich_help_panel=NETWORK)
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Where Prometheus finds metrics, on --host; 0 takes any free port. Default: none.",
+        rich_help_panel=NETWORK,
+    ),
 ]
 MaxStreams = Annotated[
     int, typer.Option(min=1, help="Requests answered at the same time; more are refused.", rich_help_panel=NETWORK)

@@ -25,6 +25,7 @@ def router(
     name: Annotated[
         str, typer.Option(help="Shown in status and logs. Default: made at start.", rich_help_panel=NETWORK)
     ] = "",
+    metrics_port: options.MetricsPort = None,
     max_streams: options.MaxStreams = 4096,
     drain_s: options.DrainS = 30.0,
     insecure: options.Insecure = False,
@@ -39,6 +40,7 @@ def router(
         config = RouterConfig(
             listen=join_address(host, port),
             insecure=insecure,
+            metrics_listen=options.metrics_listen(host, metrics_port),
             name=name,
             replicas=tuple(replica or ()),
             max_streams=max_streams,
@@ -54,6 +56,8 @@ async def _serve(config: RouterConfig, drain_s: float) -> None:
     with StartupLines() as lines:
         await server.start()
         lines.done(f"router at [bold]{server.address}[/]")
+        if server.metrics_address:
+            lines.say(f"  metrics:  http://{server.metrics_address}/metrics")
         if not config.replicas:
             lines.say(f"  add a replica:  graphpool worker --port 0 --announce {server.address}")
         try:

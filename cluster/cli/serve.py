@@ -38,6 +38,15 @@ def serve(
     threads: options.Threads = None,
     host: options.Host = "127.0.0.1",
     port: options.RouterPort = options.DEFAULT_PORT,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Where Prometheus finds metrics: the router's here, replicas' on the ports after it. Default: none.",
+            rich_help_panel=options.NETWORK,
+        ),
+    ] = None,
     max_streams: options.MaxStreams = 4096,
     flush_ms: options.FlushMs = 8.0,
     drain_s: options.DrainS = 10.0,
@@ -74,7 +83,12 @@ def serve(
 
         config = LocalPoolConfig(
             worker=engine,
-            router=RouterConfig(listen=join_address(host, port), insecure=insecure, max_streams=max_streams),
+            router=RouterConfig(
+                listen=join_address(host, port),
+                insecure=insecure,
+                max_streams=max_streams,
+                metrics_listen=options.metrics_listen(host, metrics_port),
+            ),
             num_replicas=replicas,
             flush_interval_ms=flush_ms,
             start_timeout_s=start_timeout_s,
@@ -93,7 +107,7 @@ async def _serve(config: LocalPoolConfig) -> None:
         lines.say(f"graphpool serves {escape(config.worker.model)} from {_replicas(config.num_replicas)}")
         try:
             async with LocalPool(config, lines) as pool:
-                _say_ready(lines, pool.address)
+                _say_ready(lines, pool)
                 await _tell_changes(pool, lines)
         except asyncio.CancelledError:
             lines.done("stopped")
@@ -104,8 +118,11 @@ def _replicas(count: int) -> str:
     return "one replica" if count == 1 else f"{count} replicas"
 
 
-def _say_ready(lines: StartupLines, address: str) -> None:
+def _say_ready(lines: StartupLines, pool: LocalPool) -> None:
+    address = pool.address
     lines.done(f"[bold]ready[/] at [bold]{address}[/]; Ctrl-C stops everything")
+    if pool.metrics_address:
+        lines.say(f"  metrics:  http://{pool.metrics_address}/metrics, replicas' on the ports after it")
     lines.say(f'  graphpool chat --address {address} "Why is the sky blue?"')
     lines.say(
         '  grpcurl -plaintext -d \'{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}\' '

@@ -49,6 +49,7 @@ def worker(
         str, typer.Option(metavar="HOST", help="Host that routers dial. Default: --host.", rich_help_panel=NETWORK)
     ] = "",
     name: Annotated[str, typer.Option(help="Name of this place, kept over restarts.", rich_help_panel=NETWORK)] = "",
+    metrics_port: options.MetricsPort = None,
     flush_ms: options.FlushMs = 8.0,
     drain_s: options.DrainS = 30.0,
     insecure: options.Insecure = False,
@@ -80,6 +81,7 @@ def worker(
         config = ReplicaConfig(
             listen=join_address(host, port),
             insecure=insecure,
+            metrics_listen=options.metrics_listen(host, metrics_port),
             advertise=advertise,
             name=name,
             routers=tuple(announce or ()),
@@ -103,6 +105,8 @@ async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) ->
             f"{escape(info.model)}: {info.architecture}, {info.dtype} on {info.device}, up to {info.max_model_len} tokens"
         )
         lines.done(f"ready at [bold]{process.server.address}[/] as {escape(process.server.name)}")
+        if process.server.metrics_address:
+            lines.say(f"  metrics:  http://{process.server.metrics_address}/metrics")
         lines.say(f'  try:  graphpool chat --address {process.server.address} "Why is the sky blue?"')
         try:
             await asyncio.Event().wait()

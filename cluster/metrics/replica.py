@@ -87,6 +87,9 @@ def _sequences(load: LoadSnapshot) -> Iterator[Metric]:
     yield gauge("tier_running_sequences", "Running sequences, by tier.", running, ("tier",))
     free = (((str(tier.tier),), tier.free_slots) for tier in load.tiers)
     yield gauge("tier_free_slots", "Sequences of a tier that could start now.", free, ("tier",))
+    queries, hits = load.prefix_cache_queries, load.prefix_cache_hits
+    yield plain_counter("prefix_cache_queries", "Tokens of sequences that were started.", queries)
+    yield plain_counter("prefix_cache_hits", "Those of them that were in the prefix cache.", hits)
     yield plain_gauge("blocks", "Blocks of the KV pool.", load.total_blocks)
     yield plain_gauge("free_blocks", "Blocks that no sequence holds.", load.free_blocks)
 

@@ -40,11 +40,15 @@ class RouterMetrics:
         """For a scrape."""
         yield plain_gauge("streams", "Requests being answered.", num_streams)
         yield plain_counter("placements", "Requests given to a replica, repeated ones included.", self._placements)
-        yield plain_counter("repeated_placements", "Those whose earlier replica was lost or busy.", self._repeated)
+        yield plain_counter(
+            "repeated_placements", "Those whose earlier replica was lost or would not take them.", self._repeated
+        )
         yield _replicas(loads)
         yield _readiness(loads)
         yield self._added.family("router_seconds", "From the arrival of a request to its placement.")
-        yield self._first_token.family("router_time_to_first_token_seconds", "From there to the first token's arrival.")
+        yield self._first_token.family(
+            "router_time_to_first_token_seconds", "From the arrival of a request to its first token."
+        )
 
 
 def _replicas(loads: Sequence[control_pb2.ReplicaLoad]) -> Metric:

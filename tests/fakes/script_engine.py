@@ -19,7 +19,7 @@ from worker.errors import (
     QueueFull,
     WorkerError,
 )
-from worker.load import EngineInfo, LoadSnapshot, TierLoad
+from worker.load import EngineInfo, GraphReadiness, LoadSnapshot, TierLoad
 from worker.request import ChoiceDelta, EngineEvent, FinishReason, GenerateRequest, Logprob, RequestFailed, Timings
 from worker.sampling import check_token_ids
 from worker.service import EventSink
@@ -62,6 +62,8 @@ class ScriptKnobs:
     """A step that takes longer than this counts as stalled."""
     fail_on_prompt: tuple[int, ...] | None = None
     """A request of exactly this prompt ends with NumericalError after its second token."""
+    readiness: str = "eager"
+    """A GraphReadiness: what the load says of graphs."""
     has_tokenizer: bool = True
     has_chat_template: bool = True
 
@@ -155,6 +157,7 @@ class ScriptEngine:
             steps=self._steps,
             step_ms=1000 * self.knobs.step_s,
             eager_steps=self._steps,
+            readiness=GraphReadiness(self.knobs.readiness),
         )
 
     def check(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from cluster.cli.load_table import READY
 from cluster.client import Answer, AsyncGraphpoolClient, GraphpoolClient, Unavailable
 from protos import control_pb2
 from tests.fakes.command_line import graphpool, read_until, running
+from tests.fakes.scrape import fetch, parse
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -30,6 +33,7 @@ class Served:
 
     address: str
     process: psutil.Process
+    metrics_port: int
 
     def ready(self) -> dict[str, control_pb2.ReplicaLoad]:
         with GraphpoolClient(self.address) as client:
@@ -50,18 +54,44 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
+def free_ports(count: int) -> int:
+    """The first of so many neighbouring ports that nobody listens on."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for port in range(first + 1, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+            return int(first)
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
+    metrics_port = free_ports(3)
     options = ("--replicas", "2", "--port", "0", "--max-model-len", "2048", "--device", "cpu")
-    with running("serve", *options, stderr=subprocess.PIPE) as command:
+    metrics = ("--metrics-port", str(metrics_port))
+    with running("serve", *options, *metrics, stderr=subprocess.PIPE) as command:
         address = read_until(command, r"ready at (127\.0\.0\.1:\d+); Ctrl-C", timeout_s=200)[1]
-        yield Served(address, psutil.Process(command.pid))
+        yield Served(address, psutil.Process(command.pid), metrics_port)
         started = psutil.Process(command.pid).children(recursive=True)
         command.terminate()
         _, errors = command.communicate(timeout=60)
         assert command.returncode == 0, errors
         assert "Traceback" not in errors
         assert alive(started) == [], "processes were left behind"
+
+
+def test_the_router_and_each_replica_have_a_metrics_port(served: Served) -> None:
+    with GraphpoolClient(served.address) as client:
+        answers = [client.generate("One, two,", max_tokens=8, temperature=0.0, ignore_eos=True) for _ in range(4)]
+    router, *replicas = (parse(fetch(f"127.0.0.1:{served.metrics_port + place}")) for place in range(3))
+    assert router.value("replicas", state="ready") == 2
+    assert router.value("placements_total") >= len(answers)
+    # Two tokens of each canary.
+    assert sum(replica.value("generation_tokens_total") for replica in replicas) >= 2 * 2 + 4 * 8
+    assert all(replica.value("generation_tokens_total") >= 2 + 8 for replica in replicas)
 
 
 def test_the_pool_answers_with_the_real_model(served: Served) -> None:

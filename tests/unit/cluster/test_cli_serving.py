@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from cluster.cli.app import app
 from cluster.client import GraphpoolClient
 from tests.fakes.command_line import graphpool, read_until, running, scripted_replica
+from tests.fakes.scrape import fetch, parse
 
 COMMANDS = ("serve", "worker", "router", "chat", "generate", "status")
 AT = r"at (127\.0\.0\.1:\d+)"
@@ -95,3 +96,16 @@ def test_a_model_that_is_not_there_is_one_sentence_before_anything_starts(name: 
     assert done.returncode == 1
     assert "/nowhere/model.gguf" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_a_router_says_where_its_metrics_are() -> None:
+    with running("router", "--port", "0", "--metrics-port", "0", stderr=subprocess.PIPE) as router:
+        address = read_until(router, r"http://(127\.0\.0\.1:\d+)/metrics")[1]
+        assert parse(fetch(address)).value("replicas", state="ready") == 0
+        assert "graphpool_router_seconds_bucket" in fetch(address)
+
+
+def test_metrics_for_others_need_to_be_asked_for() -> None:
+    done = graphpool("router", "--port", "0", "--host", "0.0.0.0", "--metrics-port", "0")
+    assert done.returncode == 2
+    assert "insecure" in done.stderr
