@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from bench.pool_soak import Broken, PoolSoak, alone, canaries, crowded_engine, soak
+from tests.fakes.tiny_model import tiny_model
+
+SECONDS = 4.0
+
+
+def after(seconds: float) -> Callable[[], bool]:
+    """Counted from the first step, so that running the canaries alone takes nothing from it."""
+    started: list[float] = []
+
+    def is_over() -> bool:
+        started[:] = started or [time.monotonic()]
+        return time.monotonic() - started[0] > seconds
+
+    return is_over
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_full_pool_brings_no_foreign_token_loses_no_block_and_never_stands_still(graphs: bool) -> None:
+    tally, engine = soak(after(SECONDS / 2), device="cpu", graphs=graphs, num_canaries=16, seed=int(graphs))
+    load = engine.load()
+    assert tally.finished > 10
+    assert tally.cancelled > 0
+    assert engine.scheduler.num_preemptions > 5
+    assert tally.occupancy > 0.8
+    assert load.prefix_cache_hits > load.prefix_cache_queries // 10
+    assert (load.eager_steps == 0) == graphs
+
+
+def test_a_foreign_token_is_noticed() -> None:
+    model = tiny_model()
+    requests = canaries(4, seed=3)
+    expected = [alone(model, request) for request in requests]
+    engine = crowded_engine(model, graphs=False)
+    share = engine.scheduler.pool.find
+
+    def wrong_block(identity: bytes) -> int | None:
+        """A cache that mixes two prompts up."""
+        found = share(identity)
+        known = sorted(engine.scheduler.pool._identities)
+        return found if found is None or len(known) < 2 else next(block for block in known if block != found)
+
+    engine.scheduler.pool.find = wrong_block  # type: ignore[method-assign]
+    with pytest.raises(Broken, match="is foreign"):
+        PoolSoak(engine, requests, expected, seed=0).run(after(10.0))
