@@ -15,8 +15,9 @@ from worker.capture_forecast import CaptureForecast, forecast_captures
 from worker.causal_lm import ModelShape
 from worker.config import WorkerConfig
 from worker.errors import UnsupportedModel
-from worker.graph_memory import StepMemory
+from worker.graph_memory import FLOAT_BYTES, StepMemory
 from worker.graph_runner import num_scratch_blocks, worker_keys
+from worker.kernels.split_plan import max_partials
 from worker.load_causal_lm import load_causal_lm
 from worker.model.architecture import SUPPORTED_MODEL_TYPES, DecoderConfig
 from worker.model.decoder import Decoder
@@ -30,6 +31,8 @@ CONTEXT_BYTES = 700 << 20
 """CUDA's context, loaded kernels and the libraries' workspaces."""
 _CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
+_NUM_SMS = 132
+"""Of a large GPU; smaller ones need less."""
 _STORED_BYTES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2}
 
 
@@ -72,7 +75,7 @@ class MemoryPlan:
     """Of the checkpoint on disk, by type; empty where only the config was looked at."""
     kv: KVPlan
     inputs_bytes: int
-    """Static input buffers of all steps."""
+    """Static input buffers of all steps, and what fused attention works in."""
     shapes: Shapes
     graphs: CaptureForecast | None
     """None when the worker runs eagerly."""
@@ -110,12 +113,15 @@ def plan_memory(config: WorkerConfig, gpu_bytes: int, *, context_bytes: int = CO
     weights = weights_bytes(module)
     free = max(gpu_bytes - context_bytes - weights, 0)
     shapes = choose_shapes(config, shape, _CUDA, dtype, memory=(free, gpu_bytes))
+    fused = config.kernels != "torch"
     kv, inputs = _plan_kv(config, shape, shapes), static_input_bytes(shapes)
+    if fused:
+        inputs += _workspace_bytes(shape, shapes.buckets.largest)
     graphs = None
     if shapes.has_graphs:
         graphs = forecast_captures(
             worker_keys(shapes.tiers, shapes.buckets, shapes.prefill_buckets),
-            StepMemory(shape, dtype, config.block_size, fused=config.kernels != "torch"),
+            StepMemory(shape, dtype, config.block_size, fused=fused),
             free_bytes=max(free - kv.num_bytes - inputs, 0),
             use_pool=config.use_graph_pool,
             max_bytes=config.max_graph_bytes,
@@ -147,6 +153,13 @@ def static_input_bytes(shapes: Shapes) -> int:
     table = shapes.tiers.num_blocks(shapes.tiers.longest) * torch.int32.itemsize
     index = torch.int64.itemsize
     return rows * (table + 6 * index) + tokens * 3 * index + table
+
+
+def _workspace_bytes(shape: ModelShape, max_rows: int) -> int:
+    """Of the fused decode attention; see worker.kernels.decode_workspace."""
+    partials = max_partials(max_rows=max_rows, num_kv_heads=shape.num_kv_heads, num_sms=_NUM_SMS)
+    partials *= shape.num_heads // shape.num_kv_heads
+    return partials * (shape.head_dim + 2) * FLOAT_BYTES + max_rows * shape.num_kv_heads * torch.int32.itemsize
 
 
 def _load_format(config: WorkerConfig) -> str:

@@ -1,0 +1,165 @@
+"""From a result file to tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Document = dict[str, Any]
+Cells = Sequence[Sequence[str]]
+
+MIB = 1 << 20
+_LABELS = {
+    "decode_step_ms": "decode step, ms",
+    "ttft_ms": "first token, ms",
+    "tokens_per_s": "tokens/s",
+    "launches": "launches of a step",
+    "graph_bytes": "graph memory, MiB",
+    "capture_s": "capture, s",
+}
+
+
+def tables_of(document: Document) -> str:
+    """Every table of one benchmark, and under them where the figures come from."""
+    make = _TABLES.get(document["bench"], comparison)
+    return f"{make(document)}\n\n{origin(document)}"
+
+
+def origin(document: Document) -> str:
+    """Hardware, date, versions and command of a result."""
+    versions = document["versions"]
+    shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "vllm") if name in versions)
+    return f"{document['hardware']}, {document['date'][:10]}, {shown}: `{document['command']}`"
+
+
+def comparison(document: Document) -> str:
+    """Systems side by side: one line for each model, metric, batch and context."""
+    systems = list(dict.fromkeys(row["system"] for row in document["rows"]))
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in document["rows"]:
+        place = tuple(row.get(name) for name in ("model", "metric", "batch", "context", "scope", "note"))
+        lines.setdefault(place, {})[row["system"]] = row
+    columns = ("model", "metric", "batch", "context", "scope", "note")
+    used = [index for index, _ in enumerate(columns) if any(place[index] is not None for place in lines)]
+    head = [*(columns[index] for index in used), *systems]
+    body = [
+        [*(_cell(place[index]) for index in used), *(_value(found.get(system)) for system in systems)]
+        for place, found in lines.items()
+    ]
+    return markdown(head, body, numbers=len(systems))
+
+
+def graph_keys(document: Document) -> str:
+    """One column for each run, one line for each total; then the slowest executables."""
+    runs = list(document["keys"])
+    metrics = list(dict.fromkeys(row["metric"] for row in document["rows"]))
+    values = {(row["metric"], row["note"]): row for row in document["rows"]}
+    totals = markdown(
+        ["", *runs], [[_label(metric), *(_value(values.get((metric, run))) for run in runs)] for metric in metrics],
+        numbers=len(runs),
+    )  # fmt: skip
+    steady = [
+        f"{run}: {found['steps']} steps, hit rate {100 * found['hit_rate']:.1f} %, {found['allocations']} allocations."
+        for run, found in document["correctness"].items()
+        if "steps" in found
+    ]
+    dropped = [
+        f"{run}: dropped {', '.join(found['keys_dropped'])}."
+        for run, found in document["correctness"].items()
+        if found.get("keys_dropped")
+    ]
+    return "\n\n".join([totals, *steady, *dropped])
+
+
+def ratios(document: Document) -> str:
+    """The ratios of a run; over 1, the first way is faster."""
+    rows = [row for row in document["rows"] if row["unit"] == "ratio" and row["metric"] != "key_eager_over_graph"]
+    body = [
+        [row["model"], row["system"], _cell(row.get("batch")), row.get("note") or _label(row["metric"]), _value(row)]
+        for row in rows
+    ]
+    table = markdown(["model", "way", "batch", "ratio", ""], body, numbers=1)
+    keys = [row for row in document["rows"] if row["metric"] == "key_eager_over_graph"]
+    if not keys:
+        return table
+    slower = [row["note"] for row in keys if row["value"] < 1]
+    named = f"slower than eager: {', '.join(slower)}" if slower else "none is slower than eager"
+    return f"{table}\n\nOf {len(keys)} keys, {named}."
+
+
+def graph_update(document: Document) -> str:
+    """The table of one run, and the choice."""
+    table = {name: value for name, value in document["table"].items() if name not in ("nodes by key", "choice")}
+    body = [[name, _shown(value)] for name, value in table.items()]
+    return f"{markdown(['', ''], body, numbers=1)}\n\n{document['table'].get('choice', '')}".rstrip()
+
+
+def graph_text(document: Document) -> str:
+    """What differs, with its gap."""
+    found = document["correctness"]
+    names = ("prompts", "same_texts", "near_ties", "unexplained", "places", "same_places", "largest_gap_turned")
+    totals = markdown(
+        ["", *found], [[name.replace("_", " "), *(_shown(each[name]) for each in found.values())] for name in names],
+        numbers=len(found),
+    )  # fmt: skip
+    body = [
+        [dtype, str(one["prompt"]), str(one["place"]), str(one["expected"]), str(one["chosen"]), f"{one['gap']:.4f}"]
+        for dtype, each in found.items()
+        for one in each["differences"]
+    ]
+    listed = markdown(["type", "prompt", "place", "expected", "chosen", "logit gap"], body, numbers=5) if body else ""
+    return f"{totals}\n\n{listed}".rstrip()
+
+
+def graph_plan(document: Document) -> str:
+    """Expected, measured and error of each part, for each way to run."""
+    parts = {"weights": "weights_bytes", "KV pool": "kv_bytes", "graphs": "graph_bytes"}
+    body = []
+    for name, plan in document["plans"].items():
+        for part, field in parts.items():
+            expected, measured = plan[field], plan["measured"][field]
+            difference = f"{100 * (expected - measured) / measured:+.1f} %" if measured else "-"
+            body.append([name, part, f"{expected / MIB:,.1f}", f"{measured / MIB:,.1f}", difference])
+    return markdown(["run", "part", "planned, MiB", "measured, MiB", "error"], body, numbers=3)
+
+
+def markdown(head: Sequence[str], body: Cells, *, numbers: int) -> str:
+    """A table whose last `numbers` columns are flush right."""
+    left = len(head) - numbers
+    rule = ["---" if index < left else "---:" for index in range(len(head))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *body))
+
+
+def _value(row: Document | None) -> str:
+    if row is None:
+        return "-"
+    value = row["value"] / MIB if row["unit"] == "B" else row["value"]
+    return _shown(value) + (" MiB" if row["unit"] == "B" else "")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count}" for name, count in value.items()) or "none"
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else _label(value) if isinstance(value, str) else str(value)
+
+
+def _label(metric: str) -> str:
+    return _LABELS.get(metric, metric)
+
+
+_TABLES: dict[str, Callable[[Document], str]] = {
+    "graph_keys": graph_keys,
+    "graph_ordering": ratios,
+    "graph_seeds": ratios,
+    "graph_update": graph_update,
+    "graph_text": graph_text,
+    "graph_plan": graph_plan,
+}
