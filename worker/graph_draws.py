@@ -13,8 +13,14 @@ from worker.inputs import PrefillInputs
 from worker.kv_cache import KVCache
 
 
+CHECKED_ROWS = 32
+"""Decode rows that have a scratch block of their own, at least."""
+HISTORY_BLOCKS = 8
+"""The last scratch blocks are only read: a row that read what another writes in the same step would have two outcomes."""
+
+
 class DecodeDraw:
-    """Rows of any length the tier allows; each writes to a slot of its own in the scratch blocks."""
+    """Rows of any length the tier allows, each with a last block of its own; rows without one are padding."""
 
     def __init__(
         self, inputs: DecodeInputs, kv_cache: KVCache, scratch_blocks: Sequence[int], key: GraphKey, vocab_size: int
@@ -27,7 +33,7 @@ class DecodeDraw:
 
     def __call__(self, generator: torch.Generator, poison: bool) -> int:
         """See worker.graphs.region.DrawInputs."""
-        valid = self.key.bucket // 2 + 1
+        valid = min(self.key.bucket // 2 + 1, len(self.scratch_blocks) - HISTORY_BLOCKS)
         fill_history(self.kv_cache, self.scratch_blocks, generator, poison=poison)
         host = self.inputs.staging.writable()
         for row in range(valid):
@@ -42,10 +48,10 @@ class DecodeDraw:
 
     def _draw_row(self, row: int, generator: torch.Generator) -> None:
         host, size = self.inputs.staging.writable(), self.inputs.block_size
-        own, offset = self.scratch_blocks[row // size], row % size
+        own, offset = self.scratch_blocks[row], _below(size, generator)
         full_blocks = _below(max((self.key.tier - 1 - offset) // size, 0) + 1, generator)
         position = min(full_blocks * size + offset, self.key.tier - 1)
-        others = [self.scratch_blocks[_below(len(self.scratch_blocks), generator)] for _ in range(full_blocks)]
+        others = _history(self.scratch_blocks, full_blocks, generator)
         host["token_ids"][row] = _below(self.vocab_size, generator)
         host["positions"][row] = position
         host["live"][row] = 1
@@ -72,7 +78,7 @@ class PrefillDraw:
         count, start = self._lengths(generator)
         fill_history(self.kv_cache, self.scratch_blocks, generator, poison=poison)
         host, size, bucket = self.inputs.staging.writable(), self.inputs.block_size, self.key.bucket
-        history = [self.scratch_blocks[_below(len(self.scratch_blocks), generator)] for _ in range(start // size)]
+        history = _history(self.scratch_blocks, start // size, generator)
         table = torch.tensor([*history, *self.scratch_blocks[: -(-count // size)]], dtype=torch.int64)
         positions = torch.arange(start, start + count)
         host["token_ids"][:bucket] = self.vocab_size - 1 if poison else 0
@@ -105,6 +111,12 @@ def fill_history(kv_cache: KVCache, blocks: Sequence[int], generator: torch.Gene
     history = torch.randn(shape, generator=on_device, device=kv_cache.storage.device, dtype=kv_cache.storage.dtype)
     kv_cache.storage.index_copy_(2, index, history)
     kv_cache.storage[:, :, PADDING_BLOCK] = torch.nan if poison else 0.0
+
+
+def _history(scratch_blocks: Sequence[int], count: int, generator: torch.Generator) -> list[int]:
+    """`count` blocks that no row writes, in any order and again and again."""
+    places = torch.randint(HISTORY_BLOCKS, (count,), generator=generator)
+    return [scratch_blocks[-1 - place] for place in places.tolist()]
 
 
 def _below(limit: int, generator: torch.Generator) -> int:

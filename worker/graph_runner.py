@@ -11,6 +11,7 @@ import torch
 from worker.batch import Batch
 from worker.block_pool import PADDING_BLOCK, BlockPool
 from worker.chooser import needs_logits
+from worker.graph_draws import CHECKED_ROWS, HISTORY_BLOCKS
 from worker.graph_memory import StepMemory
 from worker.graph_regions import CHUNK, FRESH, GraphRegions
 from worker.graphs.backend import CaptureBackend
@@ -190,5 +191,6 @@ def worker_keys(tiers: TierTable, buckets: BucketTable, prefill_buckets: BucketT
 
 
 def num_scratch_blocks(buckets: BucketTable, prefill_buckets: BucketTable, block_size: int) -> int:
-    """Blocks in which every row of the largest bucket, or every token of the largest chunk, has a slot of its own."""
-    return -(-max(buckets.largest, prefill_buckets.largest) // block_size)
+    """Blocks for the tokens of the largest chunk, or for some decode rows of their own, and for their history."""
+    written = max(-(-prefill_buckets.largest // block_size), min(buckets.largest, CHECKED_ROWS))
+    return written + HISTORY_BLOCKS
