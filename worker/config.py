@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from types import UnionType
+from typing import Literal, get_args, get_origin, get_type_hints
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -85,6 +86,7 @@ class WorkerConfig:
     """Where converted models are kept; None = the user's cache folder."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
@@ -95,6 +97,20 @@ class WorkerConfig:
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, must be in (0, 1]")
         self._check_chunks()
+
+    def _check_types(self) -> None:
+        """A value from a file or a command line may be anything."""
+        for name, hint in get_type_hints(WorkerConfig).items():
+            value = getattr(self, name)
+            kinds = [kind for kind in (get_args(hint) or (hint,)) if isinstance(kind, type)]
+            if name in _CHOICES or not kinds:
+                continue
+            if get_origin(hint) is UnionType and any(get_origin(kind) is tuple for kind in get_args(hint)):
+                is_right = value is None or (isinstance(value, tuple) and all(type(item) is int for item in value))
+            else:
+                is_right = type(value) in kinds or isinstance(value, Path) or (float in kinds and type(value) is int)
+            if not is_right:
+                raise ValueError(f"{name} is {value!r}, must be {getattr(hint, '__name__', hint)}")
 
     def _check_chunks(self) -> None:
         for name in ("prefill_chunk", "prefill_chunk_when_busy"):

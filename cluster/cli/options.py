@@ -104,7 +104,12 @@ Buckets = Annotated[
         metavar="N,...", help="Batch sizes that steps are padded to. Default: powers of two.", rich_help_panel=SHAPES
     ),
 ]
-PrefillChunk = Annotated[int, typer.Option(min=1, help="Prompt tokens computed in one step.", rich_help_panel=SHAPES)]
+PrefillChunk = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Prompt tokens computed in one step. Default: 1024 on CUDA, 512 on the CPU.", rich_help_panel=SHAPES
+    ),
+]
 KvCacheMib = Annotated[
     int | None,
     typer.Option(
@@ -121,6 +126,16 @@ GraphsOption = Annotated[
     Graphs,
     typer.Option(
         help="auto: CUDA graphs on CUDA. off: eager. fake: the graph path without a GPU.", rich_help_panel=ENGINE
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any other field of worker.config.WorkerConfig, such as capture=startup, kernels=torch, prefix_cache=false, "
+        "model_impl=transformers or max_graph_bytes=4294967296; may be given several times.",
+        rich_help_panel=ENGINE,
     ),
 ]
 Threads = Annotated[

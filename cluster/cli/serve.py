@@ -30,12 +30,13 @@ def serve(
     tiers: options.Tiers = None,
     max_batch: options.MaxBatch = None,
     buckets: options.Buckets = None,
-    prefill_chunk: options.PrefillChunk = 512,
+    prefill_chunk: options.PrefillChunk = None,
     kv_cache_mib: options.KvCacheMib = None,
     gpu_memory_fraction: options.GpuMemoryFraction = 0.85,
     max_waiting: options.MaxWaiting = 1024,
     graphs: options.GraphsOption = Graphs.AUTO,
     threads: options.Threads = None,
+    settings: options.Set = None,
     host: options.Host = "127.0.0.1",
     port: options.RouterPort = options.DEFAULT_PORT,
     metrics_port: Annotated[
@@ -76,6 +77,7 @@ def serve(
         max_waiting=max_waiting,
         graphs=graphs,
         threads=threads,
+        settings=settings or (),
     )
     with usage_errors():
         from cluster.config import RouterConfig, join_address

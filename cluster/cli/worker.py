@@ -29,12 +29,13 @@ def worker(
     tiers: options.Tiers = None,
     max_batch: options.MaxBatch = None,
     buckets: options.Buckets = None,
-    prefill_chunk: options.PrefillChunk = 512,
+    prefill_chunk: options.PrefillChunk = None,
     kv_cache_mib: options.KvCacheMib = None,
     gpu_memory_fraction: options.GpuMemoryFraction = 0.85,
     max_waiting: options.MaxWaiting = 1024,
     graphs: options.GraphsOption = Graphs.AUTO,
     threads: options.Threads = None,
+    settings: options.Set = None,
     host: options.Host = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="0 takes any free one and prints it.", rich_help_panel=NETWORK)
@@ -74,6 +75,7 @@ def worker(
         max_waiting=max_waiting,
         graphs=graphs,
         threads=threads,
+        settings=settings or (),
     )
     with usage_errors():
         from cluster.config import ReplicaConfig, join_address

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.cli.options import Device, Dtype, Graphs, LoadFormat, integers
 from cluster.cli.running import usage_errors
@@ -23,18 +25,19 @@ def worker_config(
     tiers: str | None,
     max_batch: int | None,
     buckets: str | None,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
     kv_cache_mib: int | None,
     gpu_memory_fraction: float,
     max_waiting: int,
     graphs: Graphs,
     threads: int | None,
+    settings: Sequence[str] = (),
 ) -> WorkerConfig:
     """Build it; a combination that cannot be is a usage error."""
     from worker.config import WorkerConfig
 
     with usage_errors():
-        return WorkerConfig(
+        config = WorkerConfig(
             model=model,
             load_format=load_format.value,
             device=device.value,
@@ -51,3 +54,23 @@ def worker_config(
             graphs=graphs.value,
             cpu_threads=threads,
         )
+        return replace(config, **parse_settings(settings))
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs of WorkerConfig's fields; values are read as YAML. Raises ValueError naming what is wrong."""
+    import yaml
+
+    from worker.config import WorkerConfig
+
+    names = sorted(entry.name for entry in fields(WorkerConfig))
+    found: dict[str, Any] = {}
+    for setting in settings:
+        name, separator, text = setting.partition("=")
+        if not separator:
+            raise ValueError(f"--set {setting}: expected NAME=VALUE")
+        if name not in names:
+            raise ValueError(f"--set {setting}: there is no {name!r}; there are {', '.join(names)}")
+        value = text if name == "model" else yaml.safe_load(text)
+        found[name] = tuple(value) if isinstance(value, list) else value
+    return found

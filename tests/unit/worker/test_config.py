@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.config import WorkerConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prefix_cache", "maybe"),
+        ("prefix_cache", 1),
+        ("max_batch", True),
+        ("max_batch", 2.5),
+        ("max_batch", "8"),
+        ("max_batch", 0),
+        ("tiers", [1, 2, 3, 4]),
+        ("tiers", (1, 2, 3, "4")),
+        ("device", "tpu"),
+        ("graphs", None),
+        ("capture", "sometimes"),
+        ("gpu_memory_fraction", 0),
+        ("gpu_memory_fraction", "half"),
+        ("model", 7),
+        ("prefill_chunk", 100),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name_and_itself(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name) as caught:
+        WorkerConfig(**{name: value})
+    assert repr(value) in str(caught.value) or str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prefix_cache", False),
+        ("max_batch", None),
+        ("tiers", (8, 16, 32, 64)),
+        ("cache_dir", Path("/tmp/models")),
+        ("gpu_memory_fraction", 1),
+        ("max_graph_bytes", 1 << 32),
+    ],
+)
+def test_a_right_value_is_taken(name: str, value: Any) -> None:
+    assert getattr(WorkerConfig(**{name: value}), name) == value
