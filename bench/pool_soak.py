@@ -1,4 +1,4 @@
-"""Does a KV pool that is always full ever mix two answers up, lose a block, or stand still?
+"""Does a KV pool that is asked for ten times what it holds ever mix two answers up, lose a block, or stand still?
 
     python -m bench.pool_soak --seconds 600            # eager, on the CPU
     python -m bench.pool_soak --seconds 600 --graphs   # CUDA graphs on a GPU, their stand-in without one
@@ -55,7 +55,7 @@ class Tally:
     occupancy: float = 0.0
     """Mean fraction of the blocks that sequences hold."""
     full_steps: int = 0
-    """After which not enough blocks were free for one more of the shortest prompts."""
+    """After which fewer blocks were free than rows running: nobody could be admitted."""
 
 
 @dataclass(slots=True)

@@ -77,8 +77,7 @@ class PrefixCache:
         self._drop_claim(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence gives up its blocks; those with an identity stay cached."""
-        sequence.num_identified = 0
+        """The sequence gives its blocks up, and with them what it was about to compute."""
         self._drop_claim(sequence)
 
     def forget(self, sequence: Sequence) -> None:
