@@ -181,7 +181,8 @@ class Engine:
                 continue
             live = self._live[sequence.request.request_id]
             if output.is_finite[row]:
-                self.scheduler.confirm(segment)
+                if segment.end >= sequence.confirm_from:
+                    self.scheduler.confirm(segment)
                 events.append(
                     replace(self._advance(live, sequence, output, row, now_s), tier=batch.tier, bucket=batch.bucket)
                 )

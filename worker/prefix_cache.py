@@ -61,6 +61,7 @@ class PrefixCache:
         if not sequence.num_generated:
             sequence.num_cached_tokens = sequence.num_computed
         if sequence.request.use_prefix_cache:
+            sequence.confirm_from = 0  # the first token ends a claim, even without a full block
             self.num_queried_tokens += sequence.length
             self.num_hit_tokens += sequence.num_computed
         if num_found < self._num_shareable(sequence):
@@ -68,12 +69,14 @@ class PrefixCache:
             self._claims[sequence.claim] = sequence
 
     def confirm(self, sequence: Sequence, num_tokens: int) -> None:
-        """A finite token came out after `num_tokens`: let others find the blocks that these fill."""
-        if not sequence.request.use_prefix_cache:
-            return
+        """A finite token came out after `num_tokens`: let others find the blocks that these fill.
+
+        There is something to do once these have reached `sequence.confirm_from`.
+        """
         for index in range(sequence.num_identified, num_tokens // self.block_size):
             self.pool.identify(sequence.block_table[index], self._identity(sequence, index))
             sequence.num_identified = index + 1
+        sequence.confirm_from = (sequence.num_identified + 1) * self.block_size
         self._drop_claim(sequence)
 
     def leave(self, sequence: Sequence) -> None:

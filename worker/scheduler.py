@@ -87,7 +87,10 @@ class Scheduler:
         return Batch(phase, tuple(segments), tier, self.prefill_buckets.fit(num_tokens))
 
     def confirm(self, segment: Segment) -> None:
-        """The step of `segment` chose a token from finite numbers: what it computed may be shared."""
+        """The step of `segment` chose a token from finite numbers: what it computed may be shared.
+
+        Of use only from `sequence.confirm_from` on, so that nothing is done for most tokens of an answer.
+        """
         # One that was preempted since has given its blocks up.
         if self.prefix_cache is not None and segment.sequence.state is SequenceState.RUNNING:
             self.prefix_cache.confirm(segment.sequence, segment.end)

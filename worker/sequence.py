@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass, field
 
 from worker.request import FinishReason, GenerateRequest, Timings
@@ -37,6 +38,8 @@ class Sequence:
     """Of its first full blocks, as far as they were asked for; the tokens of a full block never change."""
     num_identified: int = 0
     """Leading blocks of the table that were given their identity, or had it."""
+    confirm_from: int = sys.maxsize
+    """Computed tokens from which on a finite token makes another block fit to share."""
     claim: bytes | None = None
     """Identity of the block that others wait for this sequence to compute."""
     state: SequenceState = SequenceState.WAITING

@@ -95,7 +95,8 @@ class SimulatedSteps:
             if spoil(sequence):
                 self.scrub(sequence)
                 continue
-            self.scheduler.confirm(segment)
+            if segment.end >= sequence.confirm_from:
+                self.scheduler.confirm(segment)
             sequence.token_ids.append(self.next_token(tuple(sequence.token_ids)))
             if sequence.num_generated >= sequence.max_tokens:
                 self.scheduler.finish(sequence)
