@@ -37,13 +37,24 @@ BLOCK_SIZE = 16
 TIERS = (256, 1024, 4096, 16384)
 KERNELS: tuple[Kernels, ...] = ("triton", "torch")
 REPLAYS = 40
+MAX_VECTOR_ROWS = 8
+"""Up to so many rows, steps in matrix-vector kernels are measured as well."""
 CUDA = torch.device("cuda", 0)
 
 
 class DecodeBench:
     """One captured decode step of `batch` rows that all stand at `context`."""
 
-    def __init__(self, model: CausalLM, kernels: Kernels, batch: int, context: int, tier: int | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kernels: Kernels,
+        batch: int,
+        context: int,
+        tier: int | None = None,
+        *,
+        gemv_rows: int = 0,
+    ) -> None:
         self.model, self.batch, self.context = model, batch, context
         self.width = (tier or next(tier for tier in TIERS if tier >= context + 2 * REPLAYS)) // BLOCK_SIZE
         used = -(-(context + 2 * REPLAYS) // BLOCK_SIZE)
@@ -58,7 +69,9 @@ class DecodeBench:
             device=CUDA,
         )
         self.cache.storage.normal_(generator=torch.Generator(CUDA).manual_seed(0))
-        self.kernels = choose_kernels(kernels, self.cache, num_heads=shape.num_heads, max_rows=batch)
+        self.kernels = choose_kernels(
+            kernels, self.cache, num_heads=shape.num_heads, max_rows=batch, gemv_rows=gemv_rows
+        )
         self.inputs = DecodeInputs(max_batch=batch, max_blocks=self.width, block_size=BLOCK_SIZE, device=CUDA)
         order = torch.randperm(batch * used, generator=torch.Generator().manual_seed(1)) + 1
         self.tables = order.view(batch, used).numpy()
@@ -85,7 +98,7 @@ class DecodeBench:
         self.reset()
         return graph
 
-    def step_ms(self) -> float:
+    def step_ms(self, blocks: int = 7) -> float:
         graph = self.capture()
 
         def replays() -> None:
@@ -93,7 +106,7 @@ class DecodeBench:
             for _ in range(REPLAYS):
                 graph.replay()
 
-        return device_ms(replays, rounds=1, blocks=7) / REPLAYS
+        return device_ms(replays, rounds=1, blocks=blocks) / REPLAYS
 
     def kernel_table(self) -> list[dict[str, Any]]:
         """Microseconds and launches of every kernel in one step, from the profiler's view of replays."""
@@ -120,9 +133,9 @@ def native_model(name: str) -> CausalLM:
     return NativeCausalLM(decoder)
 
 
-def compare(model: CausalLM, batch: int, context: int) -> dict[str, float]:
+def compare(model: CausalLM, batch: int, context: int, *, gemv_rows: int = 0) -> dict[str, float]:
     """Relative distance of the logits of both kinds of kernels, and the share of equal tokens."""
-    ours = DecodeBench(model, "triton", batch, context).step()
+    ours = DecodeBench(model, "triton", batch, context, gemv_rows=gemv_rows).step()
     theirs = DecodeBench(model, "torch", batch, context).step()
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return {"relative": float((ours - theirs).norm() / theirs.norm()), "same_tokens": float(same)}
@@ -239,7 +252,13 @@ class ModelBench:
 
     def measure_step(self, label: str, batch: int, context: int) -> None:
         self.results.correctness[label] = compare(self.model, batch, context)
-        values = {kernels: DecodeBench(self.model, kernels, batch, context).step_ms() for kernels in KERNELS}
+        values: dict[str, float] = {
+            kernels: DecodeBench(self.model, kernels, batch, context).step_ms() for kernels in KERNELS
+        }
+        if batch <= MAX_VECTOR_ROWS:
+            self.results.correctness[f"{label} vector"] = compare(self.model, batch, context, gemv_rows=batch)
+            print(label, "vector", self.results.correctness[f"{label} vector"])
+            values["vector"] = DecodeBench(self.model, "triton", batch, context, gemv_rows=batch).step_ms()
         for kernels, value in values.items():
             self.add(kernels, batch, context, "decode_step_ms", value)
         print(label, {key: round(value, 4) for key, value in values.items()}, self.results.correctness[label])
@@ -251,7 +270,8 @@ class ModelBench:
         print(label, {key: round(value, 4) for key, value in values.items()})
 
     def measure_kernels(self, label: str, batch: int, context: int) -> None:
-        table = DecodeBench(self.model, "triton", batch, context).kernel_table()
+        gemv_rows = batch if batch <= MAX_VECTOR_ROWS else 0
+        table = DecodeBench(self.model, "triton", batch, context, gemv_rows=gemv_rows).kernel_table()
         self.results.extra.setdefault("kernels", {})[label] = table
         for row in table[:14]:
             print(f"    {row['us']:9.2f} us {row['launches']:6.1f} x  {row['kernel'][:70]}")

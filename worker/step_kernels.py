@@ -10,7 +10,7 @@ import torch
 from worker.attention.decode import PagedDecodeAttention
 from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
 from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
-from worker.causal_lm import StepAttention
+from worker.causal_lm import CausalLM, StepAttention
 from worker.config import Kernels
 from worker.decode_inputs import DecodeViews
 from worker.kernels.device import has_triton
@@ -19,9 +19,15 @@ from worker.kv_cache import KVCache
 Outputs = tuple[torch.Tensor, torch.Tensor]
 """logits [rows, vocab] float32, and [rows, 2] int64: the greedy token, and 1 where the row is finite."""
 
+GEMV_ROWS = 0
+"""Decode steps of up to so many rows are computed by matrix-vector kernels, in which neighbours overlap."""
+
 
 class StepKernels(Protocol):
     """Attention over one KV pool, and greedy tokens."""
+
+    def whole_step(self, model: CausalLM, inputs: DecodeViews) -> Outputs | None:
+        """All of worker.decode_step.decode_step, where there are kernels for the whole of such a step; or else None."""
 
     def tokens(self, inputs: DecodeViews) -> torch.Tensor:
         """[rows] int64: each row's last token, from the host or from the step before."""
@@ -52,6 +58,10 @@ class TorchKernels:
 
     def __init__(self, kv_cache: KVCache) -> None:
         self.kv_cache = kv_cache
+
+    def whole_step(self, model: CausalLM, inputs: DecodeViews) -> Outputs | None:  # noqa: ARG002
+        """See StepKernels."""
+        return None
 
     def tokens(self, inputs: DecodeViews) -> torch.Tensor:
         """See StepKernels."""
@@ -100,10 +110,12 @@ class TorchKernels:
         return logits, packed
 
 
-def choose_kernels(choice: Kernels, kv_cache: KVCache, *, num_heads: int, max_rows: int) -> StepKernels:
+def choose_kernels(
+    choice: Kernels, kv_cache: KVCache, *, num_heads: int, max_rows: int, gemv_rows: int = GEMV_ROWS
+) -> StepKernels:
     """ "auto" takes Triton on CUDA where it is installed. Raises ValueError for a choice that cannot work here.
 
-    `max_rows` is the largest decode bucket.
+    `max_rows` is the largest decode bucket; up to `gemv_rows` rows go through matrix-vector kernels where they apply.
     """
     is_cuda = kv_cache.storage.device.type == "cuda"
     if choice == "triton" and not (is_cuda and has_triton()):
@@ -112,4 +124,4 @@ def choose_kernels(choice: Kernels, kv_cache: KVCache, *, num_heads: int, max_ro
         return TorchKernels(kv_cache)
     from worker.triton_kernels import TritonKernels  # triton takes a second to import
 
-    return TritonKernels(kv_cache, num_heads=num_heads, max_rows=max_rows)
+    return TritonKernels(kv_cache, num_heads=num_heads, max_rows=max_rows, gemv_rows=gemv_rows)

@@ -10,19 +10,22 @@ from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAt
 from worker.attention.fused_prefill import FusedPrefillAttention
 from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
 from worker.attention.triton_decode import TritonDecodeAttention
-from worker.causal_lm import StepAttention
+from worker.causal_lm import CausalLM, StepAttention
 from worker.decode_inputs import DecodeViews
 from worker.kernels.decode_workspace import DecodeWorkspace
 from worker.kernels.greedy import RowState, greedy, pick_tokens
 from worker.kv_cache import KVCache
-from worker.step_kernels import Outputs
+from worker.model.decoder import Decoder
+from worker.model.vector_step import VectorStep, vector_tiles
+from worker.step_kernels import GEMV_ROWS, Outputs
 
 
 class TritonKernels:
     """See worker.step_kernels.StepKernels. Steps must follow each other on one stream: they share a workspace."""
 
-    def __init__(self, kv_cache: KVCache, *, num_heads: int, max_rows: int) -> None:
+    def __init__(self, kv_cache: KVCache, *, num_heads: int, max_rows: int, gemv_rows: int = GEMV_ROWS) -> None:
         self.kv_cache = kv_cache
+        self.gemv_rows = gemv_rows
         _, _, _, _, num_kv_heads, head_dim = kv_cache.storage.shape
         self.workspace = DecodeWorkspace(
             max_rows=max_rows,
@@ -31,6 +34,16 @@ class TritonKernels:
             head_dim=head_dim,
             device=kv_cache.storage.device,
         )
+
+    def whole_step(self, model: CausalLM, inputs: DecodeViews) -> Outputs | None:
+        """See StepKernels."""
+        rows, decoder = len(inputs.positions), model.module
+        if rows > self.gemv_rows or not isinstance(decoder, Decoder):
+            return None
+        tiles = vector_tiles(decoder.config, decoder.embedding.dtype, rows)
+        if tiles is None:
+            return None
+        return VectorStep(decoder, self.kv_cache, tiles, self.workspace.arrived)(inputs)
 
     def tokens(self, inputs: DecodeViews) -> torch.Tensor:
         """See StepKernels."""

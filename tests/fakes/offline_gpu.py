@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,3 +72,31 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype)
+
+
+def machine_code(kernel: Any) -> dict[str, Any]:
+    """What the assembler made of it: registers a thread, bytes spilled, and the large loads on either side of its wait."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        used = _tool("cuobjdump", "-res-usage", file.name)
+        lines = _tool("nvdisasm", "-c", file.name).splitlines()
+    waits = [number for number, line in enumerate(lines) if "ACQBULK" in line]
+    loads = [number for number, line in enumerate(lines) if re.search(r"LDG\.E\.\S*128", line)]
+    streamed = [number for number in loads if ".EF" in lines[number]]
+    return {
+        "registers": int(re.search(r"REG:(\d+)", used)[1]),  # type: ignore[index]
+        "stack_bytes": int(re.search(r"STACK:(\d+)", used)[1]),  # type: ignore[index]
+        "num_waits": len(waits),
+        "streamed_before_wait": sum(number < waits[0] for number in streamed),
+        "streamed_after_wait": sum(number > waits[0] for number in streamed),
+        "loads_after_wait": sum(number > waits[0] for number in loads),
+        "barriers": sum("BAR.SYNC" in line for line in lines),
+        "shuffles": sum("SHFL" in line for line in lines),
+        "instructions": sum("/*" in line and ";" in line for line in lines),
+    }
+
+
+def _tool(name: str, *arguments: str) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout

@@ -24,7 +24,7 @@ _MERGED_ELEMENTS = 8192
 
 
 @triton.jit
-def _load_head(
+def load_head(
     place: tl.tensor,
     norm: tl.tensor,
     rope_table: tl.tensor,
@@ -60,7 +60,29 @@ def _load_head(
 
 
 @triton.jit
-def _attend_chunk(
+def fold_tile(
+    queries: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    live: tl.tensor,
+    scale: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+) -> tl.tensor:
+    """One step of the online softmax: key and value [tokens, HEAD_PAD], of which those that are `live` count."""
+    scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+    scores = tl.where(live[None, :], scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - higher[:, None])
+    fade = tl.exp2(highest - higher)
+    total = total * fade + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
+def attend_chunk(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -89,14 +111,7 @@ def _attend_chunk(
         inside = live[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(keys + place[:, None] + dims[None, :], mask=inside, other=0.0)
         value = tl.load(values + place[:, None] + dims[None, :], mask=inside, other=0.0)
-        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where(live[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
-        highest = higher
+        highest, total, acc = fold_tile(queries, key, value, live, scale, highest, total, acc)
     return highest, total, acc
 
 
@@ -197,13 +212,13 @@ def _decode_attention(
     if split < num_live:
         member, dims = tl.arange(0, DOT_ROWS), tl.arange(0, HEAD_PAD)
         group = (member < GROUP)[:, None]
-        queries = _load_head(
+        queries = load_head(
             q + row * q_row + (kv_head * GROUP + member)[:, None] * q_head,
             q_norm, rope_table, position, group, eps, HEAD_DIM, HEAD_PAD, TURNS, NORMS,
         )  # fmt: skip
         owns_new = split == 0
         one = tl.arange(0, 1)[:, None]
-        key = _load_head(
+        key = load_head(
             k + row * k_row + kv_head * k_head + one,
             k_norm, rope_table, position, owns_new, eps, HEAD_DIM, HEAD_PAD, TURNS, NORMS,
         )  # fmt: skip
@@ -219,7 +234,7 @@ def _decode_attention(
         total = tl.where(owns_new, 1.0, 0.0) + tl.zeros((DOT_ROWS,), tl.float32)
         acc = value.to(tl.float32) + tl.zeros((DOT_ROWS, HEAD_PAD), tl.float32)
         start = first + split * chunk
-        highest, total, acc = _attend_chunk(
+        highest, total, acc = attend_chunk(
             queries, keys, values, table, kv_head, start,
             tl.minimum(start + chunk, position), scale, highest, total, acc,
             NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, TILE, STAGES,

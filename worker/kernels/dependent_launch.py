@@ -15,3 +15,11 @@ def wait_for_previous() -> None:
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def trigger_next() -> None:
+    """The next kernel may start from here on; it still waits for all of this one before it touches what changes."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+    )

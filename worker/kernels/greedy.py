@@ -15,7 +15,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _ordered(value: tl.tensor, index: tl.tensor) -> tl.tensor:
+def ordered_key(value: tl.tensor, index: tl.tensor) -> tl.tensor:
     """int64 keys in the order of the choice: NaN above all, then the larger value, then the lower index."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # no minus zero
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -42,7 +42,7 @@ def _block_best(
     value = tl.load(logits + row * vocab + index, mask=live, other=float("-inf")).to(tl.float32)
     tl.store(wide + row * vocab + index, value, mask=live)
     # Tokens past the end have the highest ids, so that they lose even against minus infinity.
-    tl.store(best + row * num_blocks + block, tl.max(_ordered(value, index), axis=0))
+    tl.store(best + row * num_blocks + block, tl.max(ordered_key(value, index), axis=0))
 
 
 @triton.jit
@@ -112,22 +112,28 @@ def greedy(logits: torch.Tensor, state: RowState | None = None) -> tuple[torch.T
     num_blocks = triton.cdiv(vocab, _BLOCK)
     wide = torch.empty_like(logits, dtype=torch.float32)
     best = torch.empty(rows, num_blocks, dtype=torch.int64, device=logits.device)
-    chosen = torch.empty(rows, 2, dtype=torch.int64, device=logits.device)
     options = launch_options(logits.device)
     _block_best[(rows, num_blocks)](logits, wide, best, vocab, num_blocks, BLOCK=_BLOCK, num_warps=4, **options)
+    return wide, choose_best(best, wide, state)
+
+
+def choose_best(best: torch.Tensor, wide: torch.Tensor, state: RowState | None = None) -> torch.Tensor:
+    """best [rows, blocks] int64, the keys of the greedy choices of blocks of logits -> as the second of `greedy`."""
+    rows, num_blocks = best.shape
+    chosen = torch.empty(rows, 2, dtype=torch.int64, device=wide.device)
     _row_best[(rows,)](
         best,
         wide,
         chosen,
         *((chosen,) * 4 if state is None else (state.last_tokens, state.positions, state.live, state.sources)),
-        vocab,
+        wide.shape[1],
         num_blocks,
         PAD=power_of_two(num_blocks),
         ADVANCES=state is not None,
         num_warps=1,
-        **options,
+        **launch_options(wide.device),
     )
-    return wide, chosen
+    return chosen
 
 
 def pick_tokens(token_ids: torch.Tensor, sources: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:

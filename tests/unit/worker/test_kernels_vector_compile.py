@@ -1,0 +1,66 @@
+"""The matrix-vector kernels as Hopper gets them, compiled without a GPU, at the shapes of the public models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.shapes import SHAPES
+
+ROOT = Path(__file__).parents[3]
+MAX_SHARED_BYTES_OF_A_PRODUCT = 512
+"""Room for one reduction. A change of layout would take kilobytes, and time."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.compile_vectors"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def products(compiled: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [kernel for kernel in compiled if kernel["name"] == "_gemv"]
+
+
+def test_a_layer_is_five_launches_and_the_rest_of_a_step_three(compiled: list[dict[str, Any]]) -> None:
+    names = [kernel["name"] for kernel in compiled if (kernel["model"], kernel["rows"]) == ("llama-3.2-1b", 1)]
+    layer = ["_gemv", "_early_attention", "_gemv", "_gemv", "_gemv"]
+    assert names == ["_embed_tokens", *layer, "_gemv", "_row_best"]
+    assert {kernel["model"] for kernel in compiled} == set(SHAPES)
+
+
+def test_every_kernel_starts_early_waits_once_and_spills_nothing(compiled: list[dict[str, Any]]) -> None:
+    for kernel in compiled:
+        assert kernel["launch_pdl"], kernel
+        assert kernel["num_waits"] == 1, kernel
+        assert kernel["stack_bytes"] == 0, kernel
+
+
+def test_all_weights_are_requested_before_the_wait(products: list[dict[str, Any]]) -> None:
+    for kernel in products:
+        assert kernel["streamed_before_wait"] >= 4, kernel
+        assert kernel["streamed_after_wait"] == 0, kernel
+
+
+def test_no_weight_changes_threads(products: list[dict[str, Any]]) -> None:
+    for kernel in products:
+        assert kernel["shared_bytes"] <= MAX_SHARED_BYTES_OF_A_PRODUCT, kernel

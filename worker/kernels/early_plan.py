@@ -1,0 +1,48 @@
+"""How keys are divided among programs when their partial results are merged by the kernel after. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.kernels.device import power_of_two
+
+LATE_SPLITS = 8
+"""Partial results of a head that the output projection may have to merge; beyond, the attention merges them itself."""
+_TILE_ELEMENTS = 8192
+"""Keys of one tile that are requested before the wait, in numbers; as many values come with them."""
+_MAX_TILE = 64
+_LONG_CHUNK = 256
+_PROGRAMS_AN_SM = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyPlan:
+    """One launch: at most `num_splits` programs for each row and KV head."""
+
+    num_splits: int
+    late_splits: int
+    """Up to so many partial results are left for the output projection."""
+    min_chunk: int
+    """Tokens of one program as long as late_splits programs of `long_chunk` tokens are enough; a multiple of `tile`."""
+    long_chunk: int
+    """The least tokens of one program for longer rows."""
+    tile: int
+    """Tokens read at a time, a power of two."""
+    num_warps: int = 4
+
+
+def early_plan(*, rows: int, num_kv_heads: int, head_dim: int, width: int, num_sms: int) -> EarlyPlan:
+    """The plan for `rows` rows whose block tables hold up to `width` tokens.
+
+    The split of a row depends on its own length and on num_splits, never on the lengths of other rows.
+    """
+    tile = min(max(_TILE_ELEMENTS // power_of_two(head_dim), 16), _MAX_TILE)
+    late = min(LATE_SPLITS, -(-width // tile))
+    wide = min(-(-width // _LONG_CHUNK), _PROGRAMS_AN_SM * num_sms // (rows * num_kv_heads))
+    return EarlyPlan(
+        num_splits=max(late, wide if width > LATE_SPLITS * _LONG_CHUNK else 0),
+        late_splits=late,
+        min_chunk=tile,
+        long_chunk=_LONG_CHUNK,
+        tile=tile,
+    )

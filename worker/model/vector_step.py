@@ -1,0 +1,132 @@
+"""A whole decode step for a few rows, in five launches a layer that overlap each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.decode_inputs import DecodeViews
+from worker.kernels.device import num_sms, power_of_two
+from worker.kernels.early_attention import early_attention
+from worker.kernels.early_plan import early_plan
+from worker.kernels.gemv import Norm, gemv, gemv_add, gemv_gated, gemv_logits, gemv_merge_add
+from worker.kernels.greedy import RowState, choose_best
+from worker.kernels.partials import Partials, empty_partials
+from worker.kernels.token_rows import embed_tokens
+from worker.kernels.vector_tiles import MatrixKind, Tile, tile_for
+from worker.kv_cache import KVCache
+from worker.model.fused import layer_layout
+from worker.step_kernels import Outputs
+
+if TYPE_CHECKING:
+    from worker.model.architecture import DecoderConfig
+    from worker.model.decoder import Decoder, DecoderLayer
+
+_VECTOR = 8
+"""Numbers of half precision that one load brings."""
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorTiles:
+    """The tiles of one decoder's matrices."""
+
+    qkv: Tile
+    o: Tile
+    gate_up: Tile
+    down: Tile
+    head: Tile
+
+
+def matrix_shapes(config: DecoderConfig) -> dict[MatrixKind, tuple[int, int]]:
+    """(inputs, outputs) of each matrix."""
+    attended = config.num_heads * config.head_dim
+    return {
+        "qkv": (config.hidden_size, config.qkv_heads * config.head_dim),
+        "o": (attended, config.hidden_size),
+        "gate_up": (config.hidden_size, config.intermediate_size),
+        "down": (config.intermediate_size, config.hidden_size),
+        "head": (config.hidden_size, config.vocab_size),
+    }
+
+
+def vector_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> VectorTiles | None:
+    """The tiles for steps of `rows` rows; None where this way of computing them does not apply."""
+    shapes = matrix_shapes(config)
+    if dtype not in _DTYPES or any(size % _VECTOR for size, _ in shapes.values()):
+        return None
+    tiles = {kind: tile_for(kind, *shape, rows) for kind, shape in shapes.items()}
+    o_tile = tiles["o"]
+    whole_heads = config.head_dim == power_of_two(config.head_dim) and o_tile and o_tile.chunk >= config.head_dim
+    if not whole_heads or None in tiles.values():
+        return None
+    return VectorTiles(**tiles)  # type: ignore[arg-type]
+
+
+class VectorStep:
+    """A decoder's steps over one pool. They must follow each other on one stream."""
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: VectorTiles, arrived: torch.Tensor) -> None:
+        self.decoder = decoder
+        self.kv_cache = kv_cache
+        self.tiles = tiles
+        self.arrived = arrived
+        """[at least rows * kv_heads] int32, zero between launches."""
+        self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
+
+    def __call__(self, inputs: DecodeViews) -> Outputs:
+        """See worker.decode_step.decode_step."""
+        decoder, config = self.decoder, self.decoder.config
+        rows = len(inputs.positions)
+        vectors = embed_tokens(inputs.token_ids, inputs.sources, inputs.last_tokens, decoder.embedding)
+        x, residual = vectors.x, vectors.residual
+        partials = self._partials(inputs)
+        qkv = residual.new_empty(rows, config.qkv_heads * config.head_dim)
+        gated = x.new_empty(rows, config.intermediate_size)
+        for layer in self.layers:
+            self._attend(layer, x, qkv, inputs.block_tables, partials)
+            gemv_merge_add(partials, layer.o_weight, self.tiles.o, bias=layer.o_bias, residual=residual, out=x)
+            norm = Norm(weight=layer.post_attention_norm, eps=layer.eps)
+            gemv_gated(x, layer.gate_up_weight, self.tiles.gate_up, norm=norm, bias=layer.gate_up_bias, out=gated)
+            gemv_add(gated, layer.down_weight, self.tiles.down, bias=layer.down_bias, residual=residual, out=x)
+        logits = residual.new_empty(rows, config.vocab_size)
+        norm = Norm(weight=decoder.final_norm, eps=config.rms_norm_eps)
+        gemv_logits(x, decoder.lm_head, self.tiles.head, norm=norm, out=logits, best=vectors.best)
+        state = RowState(
+            last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
+        )
+        return logits, choose_best(vectors.best[:, None], logits, state)
+
+    def _attend(
+        self, layer: DecoderLayer, x: torch.Tensor, qkv: torch.Tensor, block_tables: torch.Tensor, partials: Partials
+    ) -> None:
+        norm = Norm(weight=layer.input_norm, eps=layer.eps)
+        gemv(x, layer.qkv_weight, self.tiles.qkv, norm=norm, bias=layer.qkv_bias, out=qkv)
+        early_attention(
+            qkv,
+            layer_layout(layer, self.decoder.rope_table),
+            self.kv_cache.keys[layer.index],
+            self.kv_cache.values[layer.index],
+            block_tables,
+            partials,
+            self.arrived,
+        )
+
+    def _partials(self, inputs: DecodeViews) -> Partials:
+        config = self.decoder.config
+        plan = early_plan(
+            rows=len(inputs.positions),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            width=inputs.block_tables.shape[1] * self.kv_cache.block_size,
+            num_sms=num_sms(inputs.positions.device),
+        )
+        return empty_partials(
+            inputs.positions,
+            plan,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            dtype=self.kv_cache.storage.dtype,
+        )
