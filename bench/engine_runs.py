@@ -202,6 +202,7 @@ def settle(device: str) -> None:
 
 def host_ms(work: Callable[[], Any], device: str, *, rounds: int = 20, warm: int = 3) -> float:
     """Median milliseconds of one call with its device work, the device idle before."""
+    rounds, warm = (rounds, warm) if device == "cuda" else (3, 1)
     for _ in range(warm):
         work()
     seconds = []
@@ -216,6 +217,7 @@ def host_ms(work: Callable[[], Any], device: str, *, rounds: int = 20, warm: int
 
 def queued_ms(work: Callable[[], Any], device: str, *, rounds: int = 50, blocks: int = 5) -> float:
     """Median over blocks of milliseconds a call when calls follow each other without a wait."""
+    rounds, blocks = (rounds, blocks) if device == "cuda" else (3, 1)
     work()
     found = []
     for _ in range(blocks):

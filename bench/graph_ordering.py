@@ -44,7 +44,7 @@ from worker.graphs.pool import GraphPool
 from worker.graphs.readback import HostReadback, PendingRead
 from worker.graphs.sync_counter import SyncCounter, SyncKind
 
-QUEUE = 100
+QUEUE = {"cuda": 100, "cpu": 10}
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
@@ -116,13 +116,14 @@ def queue_ordering(model: str, device: Device, results: Results) -> dict[str, An
     """A queue of requests by hand: input copy, replay, read-back, ordered by events, or with a wait before each replay."""
     module, x = transformer(device)
     runner = captured(module, x)
+    length = QUEUE[device]
     requests = [pinned(torch.rand_like(x).cpu(), device) for _ in range(8)]
     found: dict[str, list[Tensor]] = {}
 
     def ordered() -> None:
         readback, rows = HostReadback(depth=4), list[Tensor]()
         pending: list[PendingRead] = []
-        for number in range(QUEUE):
+        for number in range(length):
             if len(pending) == 3:
                 rows.append(pending.pop(0).result().clone())
             pending.append(readback.start(runner.replay(requests[number % 8])))
@@ -130,13 +131,13 @@ def queue_ordering(model: str, device: Device, results: Results) -> dict[str, An
 
     def waiting() -> None:
         rows = []
-        for number in range(QUEUE):
+        for number in range(length):
             settle(device)
             rows.append(runner.replay(requests[number % 8]).clone().cpu())
         found["waiting"] = rows
 
-    fast = host_ms(ordered, device, rounds=5, warm=1) / QUEUE
-    slow = host_ms(waiting, device, rounds=5, warm=1) / QUEUE
+    fast = host_ms(ordered, device, rounds=5, warm=1) / length
+    slow = host_ms(waiting, device, rounds=5, warm=1) / length
     pair(results, "transformer-16", "event ordered queue", fast, "synchronized queue", slow, batch=x.shape[0])
     same = all(torch.equal(a, b) for a, b in zip(found["ordered"], found["waiting"], strict=True))
     expected = module(requests[3].to(device)).cpu()

@@ -69,13 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     options.add_argument("--reference", action="store_true", help="make the reference instead")
     options.add_argument("--dtypes", default="bfloat16,float32")
     options.add_argument("--prompts", type=int, help="only the first so many")
+    options.add_argument("--places", type=int, default=NEW_TOKENS, help="of each prompt, one by one")
     args = options.parse_args(arguments)
     if args.reference:
         return make_reference(args.model)
     lines = [Line(**line) for line in json.loads(REFERENCE.read_text())["lines"]][: args.prompts]
     results = Results(bench="graph_text", hardware=hardware(args.device))
     for dtype in args.dtypes.split(","):
-        found = compare(args.model, dtype, args.device, lines)
+        found = compare(args.model, dtype, args.device, lines, args.places)
         results.correctness[dtype] = found
         for metric in ("same_texts", "same_places", "near_ties", "unexplained"):
             results.add(
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     return results.write(args.out)
 
 
-def compare(model: str, dtype: Dtype, device: Device, lines: Sequence[Line]) -> dict[str, Any]:
+def compare(model: str, dtype: Dtype, device: Device, lines: Sequence[Line], num_places: int) -> dict[str, Any]:
     worker = text_worker(model, dtype, device)
     texts = answers(worker.engine, [line.prompt for line in lines], NEW_TOKENS)
     differences = [
@@ -95,7 +96,7 @@ def compare(model: str, dtype: Dtype, device: Device, lines: Sequence[Line]) -> 
         for number, line in enumerate(lines)
         if (found := first_difference(number, line, texts[str(number)], NEAR_TIE[dtype])) is not None
     ]
-    places = one_by_one(worker, lines)
+    places = one_by_one(worker, lines, num_places)
     turned = [place for place in places if place["chosen"] != place["expected"]]
     found = {
         "prompts": len(lines),
@@ -121,9 +122,9 @@ def text_worker(model: str, dtype: Dtype, device: Device) -> Worker:
             model=model,
             device=device,
             dtype=dtype,
-            max_model_len=256,
-            max_batch=32 if device == "cuda" else 4,
-            prefill_chunk=64,
+            max_model_len=256 if device == "cuda" else 128,
+            max_batch=32 if device == "cuda" else 1,
+            prefill_chunk=64 if device == "cuda" else 32,
             kv_cache_bytes=1 << 30,
             capture="startup",
             **graphs,
@@ -144,12 +145,12 @@ def first_difference(number: int, line: Line, tokens: list[int], limit: float) -
     return None
 
 
-def one_by_one(worker: Worker, lines: Sequence[Line]) -> list[dict[str, Any]]:
+def one_by_one(worker: Worker, lines: Sequence[Line], num_places: int) -> list[dict[str, Any]]:
     """Every place of the reference, asked for alone."""
     asked = [
         (line.prompt + line.tokens[:place], line.tokens[place], line.gaps[place])
         for line in lines
-        for place in range(len(line.tokens))
+        for place in range(min(num_places, len(line.tokens)))
     ]
     found = []
     for first in range(0, len(asked), 32):
