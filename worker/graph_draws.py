@@ -12,7 +12,6 @@ from worker.graphs.key import GraphKey
 from worker.inputs import PrefillInputs
 from worker.kv_cache import KVCache
 
-
 CHECKED_ROWS = 32
 """Decode rows that have a scratch block of their own, at least."""
 HISTORY_BLOCKS = 8

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.fakes.capture_attempts import Switch, assert_the_process_is_well, attempt
 from worker.graphs import capture_recovery
 from worker.graphs.cuda_backend import CudaCapture
-from worker.graphs.dispatcher import Dispatcher
 from worker.graphs.errors import (
     AllocatorInRegion,
     CaptureError,
-    CaptureOutOfMemory,
     ControlFlowOnValues,
     DataDependentShape,
     FirstUseInRegion,
@@ -29,13 +28,11 @@ from worker.graphs.errors import (
     UnregisteredRandomness,
 )
 from worker.graphs.key import GraphKey
-from worker.graphs.plan import enumerate_keys, plan_captures
 from worker.graphs.pool import GraphPool
 from worker.graphs.precheck import precheck_region
 from worker.graphs.recorder import GraphRecorder
 from worker.graphs.region import CaptureRegion
 from worker.graphs.self_check import SelfCheck
-from worker.graphs.session import CaptureSession
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -52,17 +49,6 @@ else:
         tl.store(y + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
 
 
-class Switch:
-    """Does one thing in warm-up and another at capture, as a region does that was not warmed up properly."""
-
-    def __init__(self, warm: Callable[[], Any], capture: Callable[[], Any]) -> None:
-        self.warm = warm
-        self.capture = capture
-
-    def __call__(self) -> Any:
-        return self.capture() if torch.cuda.is_current_stream_capturing() else self.warm()
-
-
 @pytest.fixture
 def x() -> Tensor:
     return torch.arange(1.0, 5.0, device="cuda")
@@ -73,24 +59,6 @@ def recorder() -> Iterator[GraphRecorder]:
     made = GraphRecorder(GraphPool(CudaCapture()))
     yield made
     made.pool.close()
-
-
-def attempt(recorder: GraphRecorder, run: Callable[[], Any], name: str = "attempt", **region: Any) -> Any:
-    """Warm up without looking for traps, then capture: CUDA has the word."""
-    key, built = GraphKey("decode", 0, 4, name), CaptureRegion(run=run, **region)
-    recorder.warm_up(key, built, check=False)
-    return recorder.capture(key, built)
-
-
-def assert_the_process_is_well(recorder: GraphRecorder, x: Tensor) -> None:
-    """Eager work, random numbers, pinned memory, old and new graphs of the same pool all work."""
-    assert torch.rand(8, device="cuda").std() > 0
-    assert torch.dropout(torch.ones(64, device="cuda"), 0.5, True).unique().tolist() == [0, 2]
-    assert torch.empty(1000).pin_memory().is_pinned()
-    torch.cuda.empty_cache()
-    for number in range(3):
-        graph = attempt(recorder, lambda: torch.relu(x) + 1 + torch.rand_like(x) * 0, f"after {number}")
-        assert graph.replay().clone().tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -375,58 +343,3 @@ def test_a_compilation_by_torch_compile_during_capture_is_refused(recorder: Grap
     with pytest.raises(FirstUseInRegion):
         attempt(recorder, Switch(warm=lambda: x + 1, capture=lambda: compiled(x)))
     assert_the_process_is_well(recorder, x)
-
-
-@pytest.fixture
-def little_memory() -> Iterator[int]:
-    """About 1 GiB for this process, in bytes."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    limit = 1 << 30
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.set_per_process_memory_fraction((limit + torch.cuda.memory_reserved()) / total)
-    yield limit
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
-
-
-def test_a_capture_out_of_memory_is_explained_and_survived(
-    recorder: GraphRecorder, x: Tensor, little_memory: int
-) -> None:
-    huge = Switch(warm=lambda: x, capture=lambda: torch.empty(2 * little_memory, dtype=torch.uint8, device="cuda"))
-    with pytest.raises(CaptureOutOfMemory):
-        attempt(recorder, huge)
-    assert_the_process_is_well(recorder, x)
-
-
-def test_a_session_drops_the_buckets_that_do_not_fit(little_memory: int) -> None:
-    row_bytes, dispatcher = little_memory // 16, Dispatcher()
-
-    def region_of(key: GraphKey) -> CaptureRegion:
-        x = torch.zeros(key.bucket, 1, device="cuda")
-        return CaptureRegion(run=lambda: (x.expand(-1, row_bytes // 4) + 1).sum(dim=1), inputs={"x": x})
-
-    plan = plan_captures(enumerate_keys(tiers=(1,), decode_buckets=(1, 2, 4, 8, 16, 32)))
-    session = CaptureSession(
-        plan, region_of, pool=GraphPool(CudaCapture()), dispatcher=dispatcher, self_check=SelfCheck()
-    )
-    session.run()
-    captured = sorted(key.bucket for key in session.graphs)
-    assert captured[:3] == [1, 2, 4]
-    assert 32 not in captured
-    assert {key.bucket for key in dispatcher.dropped} == {1, 2, 4, 8, 16, 32} - set(captured)
-    assert session.graphs[GraphKey("decode", 1, 4)].replay().clone().shape == (4,)
-    session.close()
-
-
-def test_a_cap_is_kept() -> None:
-    x = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-    with contextlib.closing(GraphPool(CudaCapture(), max_bytes=32 << 20)) as pool:
-        capped = GraphRecorder(pool)
-        with pytest.raises(CaptureOutOfMemory, match="cap is"):
-            attempt(capped, lambda: x + 1)
-        before = torch.cuda.memory_reserved()
-        assert pool.used_bytes == 0
-        small = attempt(capped, lambda: x[:1000] + 1, "small")
-        assert small.replay().clone().unique().tolist() == [1]
-        assert torch.cuda.memory_reserved() - before <= 32 << 20

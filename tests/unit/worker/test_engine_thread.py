@@ -42,7 +42,7 @@ def ended(name: str) -> Callable[[list[EngineEvent]], bool]:
 
 @contextmanager
 def running(
-    step_s: float = 0.0, **options: int
+    step_s: float = 0.0, **options: Any
 ) -> Iterator[tuple[EngineThread, Sink, ScriptRunner, list[BaseException]]]:
     def next_token(_: object) -> int:
         time.sleep(step_s)

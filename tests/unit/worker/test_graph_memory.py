@@ -50,7 +50,13 @@ class PeakPool(CachingPool):
 
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
 def test_every_key_is_estimated_within_a_tenth_of_what_its_region_keeps_alive(num_kv_heads: int) -> None:
-    sizes: dict[str, object] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_heads": 8, "vocab_size": 4000}
+    sizes: dict[str, object] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "head_dim": 32,
+        "num_heads": 8,
+        "vocab_size": 4000,
+    }
     model = tiny_model(dtype=torch.bfloat16, num_kv_heads=num_kv_heads, **sizes)  # type: ignore[arg-type]
     engine = tiny_engine(model, graphs="fake", max_batch=8, prefill_chunk=64, kv_cache_bytes=32 << 20)
     runner = engine.runner
