@@ -146,9 +146,9 @@ def prompt(length: int, seed: int, vocab: int) -> tuple[int, ...]:
 
 
 def submit(engine: Engine, name: str, ids: Sequence[int], max_tokens: int) -> None:
-    """One greedy request."""
+    """One greedy request; nothing of its prompt is taken from an earlier one."""
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    engine.add(GenerateRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=sampling))
+    engine.add(GenerateRequest(request_id=name, prompt_token_ids=tuple(ids), sampling=sampling, use_prefix_cache=False))
 
 
 def step(engine: Engine, tokens: Tokens) -> None:
@@ -172,6 +172,11 @@ def agreement(ours: Tokens, theirs: Tokens) -> float:
     """Part of the tokens that are equal, place by place."""
     pairs = [(a, b) for name in theirs for a, b in zip(ours[name], theirs[name], strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def first_agreement(ours: Tokens, theirs: Tokens) -> float:
+    """Part of the answers whose first token is equal: later ones of made-up weights follow from any near-tie."""
+    return sum(ours[name][0] == theirs[name][0] for name in theirs) / len(theirs)
 
 
 def decode_step_ms(engine: Engine, batch: int, length: int, num_steps: int, device: str) -> float:

@@ -25,6 +25,7 @@ from bench.engine_runs import (
     answers,
     attempt,
     build,
+    first_agreement,
     free_memory,
     hardware,
     parser,
@@ -95,6 +96,7 @@ def check(worker: Worker) -> dict[str, Any]:
         "keys_captured": len(dispatcher.captured),
         "keys_quarantined": {str(key): reason for key, reason in dispatcher.quarantined.items()},
         "keys_dropped": {str(key): reason for key, reason in dispatcher.dropped.items()},
+        "first_tokens_equal_to_eager": first_agreement(graph, eager),
         "tokens_equal_to_eager": agreement(graph, eager),
         "worst_difference_in_self_checks": max(check.max_abs_diff for check in worker.runner.session.checks.values()),
     }

@@ -26,6 +26,7 @@ from bench.engine_runs import (
     attempt,
     build,
     decode_step_ms,
+    first_agreement,
     free_memory,
     hardware,
     host_ms,
@@ -140,6 +141,7 @@ def serving(device: Device, results: Results) -> dict[str, Any]:
             eager = decode_step_ms(worker.engine, rows, length, 30 if device == "cuda" else 5, device)
         ratio(results, SERVED_MODEL, "decode_step_ms", graph, eager, batch=rows, system="graphpool", scope="replica")
     found = {
+        "first_tokens_equal_to_eager": first_agreement(graph_tokens, eager_tokens),
         "tokens_equal_to_eager": agreement(graph_tokens, eager_tokens),
         "keys_quarantined": len(worker.runner.dispatcher.quarantined),
     }

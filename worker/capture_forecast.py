@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from worker.caching_allocator import GRANULE, CachingPool, round_up
-from worker.graph_memory import StepMemory
+from worker.graph_memory import EXECUTABLE_BYTES, StepMemory
 from worker.graphs.backend import MemoryReading
 from worker.graphs.dispatcher import Dispatcher
 from worker.graphs.key import GraphKey
@@ -84,7 +84,7 @@ def forecast_captures(
         )
         for key in (*plan.keys, *(dropped.key for dropped in plan.dropped))
     )
-    executables = len(session.graphs) * memory.executable_bytes()
+    executables = len(session.graphs) * EXECUTABLE_BYTES
     return CaptureForecast(lines=lines, pool_bytes=backend.memory().reserved_bytes, executable_bytes=executables)
 
 
@@ -94,7 +94,6 @@ class CountingCapture:
     def __init__(self, memory: StepMemory, capacity_bytes: int) -> None:
         self.device = torch.device("cpu")
         self._step = memory
-        self._executable_bytes = memory.executable_bytes()
         self._capacity_bytes = capacity_bytes
         self._pools: list[_CountedPool] = []
 
@@ -117,9 +116,9 @@ class CountingCapture:
         keep_outputs: bool = False,  # noqa: ARG002
     ) -> CountedGraph:
         """See CaptureBackend."""
-        free = self.memory().free_bytes - self._executable_bytes
+        free = self.memory().free_bytes - EXECUTABLE_BYTES
         if free < 0:
-            raise torch.OutOfMemoryError(f"{self._executable_bytes} bytes are needed for one more executable")
+            raise torch.OutOfMemoryError(f"{EXECUTABLE_BYTES} bytes are needed for one more executable")
         pool.memory.limit_bytes = pool.memory.reserved_bytes + free
         self._allocating(run(), pool.memory)
         return CountedGraph(pool)
@@ -131,7 +130,7 @@ class CountingCapture:
     def memory(self) -> MemoryReading:
         """What would be left of the capacity; executables come in whole granules."""
         reserved = sum(pool.memory.reserved_bytes for pool in self._pools)
-        executables = round_up(sum(pool.num_graphs for pool in self._pools) * self._executable_bytes, GRANULE)
+        executables = round_up(sum(pool.num_graphs for pool in self._pools) * EXECUTABLE_BYTES, GRANULE)
         return MemoryReading(free_bytes=self._capacity_bytes - reserved - executables, reserved_bytes=reserved)
 
     def trim(self) -> None:

@@ -14,12 +14,10 @@ from worker.graphs.key import GraphKey
 
 NUM_WALKED_LAYERS = 2
 """Layers need the same memory one after the other; the second shows what the first leaves behind."""
-NODES_OF_A_LAYER = {False: 26, True: 9}
-"""Operations of a layer in torch's own kernels, and in fused ones."""
-NODES_OF_A_STEP = {False: 40, True: 8}
-"""Besides its layers: embedding, rotary table, last norm, logits, greedy tokens."""
-NODE_BYTES = 2750
-"""Device memory of an executable graph, for each of its nodes; measured on an H200, over 45 graphs of Llama-3.2-1B."""
+EXECUTABLE_BYTES = 660 << 10
+"""Device memory of one executable graph, outside the pool; on an H200 about the same for 150 nodes and for 450."""
+WORKSPACE_BYTES = 32 << 20
+"""What matrix products take in each pool, for as long as a graph lives there; cuBLAS's choice on Hopper, 8 MiB before it."""
 FLOAT_BYTES = torch.float32.itemsize
 INDEX_BYTES = torch.int64.itemsize
 
@@ -33,6 +31,7 @@ class StepMemory:
     block_size: int = 16
     fused: bool = False
     """Fused kernels compute attention and the small operations between matrix products."""
+    workspace_bytes: int = WORKSPACE_BYTES
 
     def graph_bytes(self, key: GraphKey) -> int:
         """Device memory of the key's graph in a pool of its own, without its executable."""
@@ -40,17 +39,16 @@ class StepMemory:
         self.walk(key, pool)
         return pool.reserved_bytes
 
-    def executable_bytes(self) -> int:
-        """Device memory of one executable graph, which lies outside the pool."""
-        return NODE_BYTES * (self.shape.num_layers * NODES_OF_A_LAYER[self.fused] + NODES_OF_A_STEP[self.fused])
-
     def walk(self, key: GraphKey, pool: CachingPool) -> None:
         """Allocate and free in `pool` as the region of `key` does, and leave nothing allocated.
 
         Raises MemoryError where the pool has a limit that the region does not fit in.
         """
-        width = round_up(key.tier, self.block_size)
-        step = _Step(key.bucket, self, pool)
+        with pool.held(*([self.workspace_bytes] if self.workspace_bytes else [])):
+            self._walk(key, _Step(key.bucket, self, pool))
+
+    def _walk(self, key: GraphKey, step: _Step) -> None:
+        width, pool = round_up(key.tier, self.block_size), step.pool
         if key.phase == "decode" and self.fused:
             step.run(step.nothing, sampled=key.bucket)
         elif key.phase == "decode":

@@ -4,7 +4,7 @@ import torch
 
 from tests.unit.worker.test_graph_memory import LLAMA_1B
 from worker.capture_forecast import CaptureForecast, forecast_captures
-from worker.graph_memory import StepMemory
+from worker.graph_memory import EXECUTABLE_BYTES, StepMemory
 from worker.graph_runner import worker_keys
 from worker.graphs.key import GraphKey
 from worker.tiers import BucketTable, TierTable, default_buckets
@@ -33,7 +33,7 @@ def test_a_shared_pool_is_about_as_large_as_its_largest_graph() -> None:
     found = forecast()
     largest = max(line.alone_bytes for line in found.lines)
     assert largest <= found.pool_bytes <= 1.1 * largest
-    assert found.total_bytes == found.pool_bytes + len(KEYS) * MEMORY.executable_bytes()
+    assert found.total_bytes == found.pool_bytes + len(KEYS) * EXECUTABLE_BYTES
 
 
 def test_what_the_lines_add_is_the_whole() -> None:

@@ -95,7 +95,7 @@ def test_the_parts_add_up(tmp_path: Path) -> None:
 
 def test_a_cap_on_graphs_shows_in_the_plan(tmp_path: Path) -> None:
     model = write_config(tmp_path, config_dict("llama"))
-    everything, capped = plan(model), plan(model, max_graph_bytes=2 << 20)
+    everything, capped = plan(model), plan(model, max_graph_bytes=45 << 20)
     assert everything.graphs is not None
     assert capped.graphs is not None
     assert all(line.fits for line in everything.graphs.lines)
