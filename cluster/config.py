@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,6 +14,12 @@ MESSAGE_BYTES = 4 * 1024 * 1024
 """Largest message between a client and a server."""
 LINK_MESSAGE_BYTES = MESSAGE_BYTES + 64 * 1024
 """Between a router and a replica: a client's largest request in its envelope must not break the stream of all."""
+
+MAX_STREAMS = 1_000_000
+"""More than any machine can hold; gRPC counts streams in a C int."""
+_NAME = re.compile(r"[!-~]{1,128}")
+_HOST = re.compile(r"[!-.0-9;-?A-~]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[!-~]+)?")
+"""A name or an IPv4 address, without the marks of a URL; or an IPv6 address."""
 
 T = TypeVar("T")
 
@@ -79,7 +86,10 @@ class RouterConfig:
             check_listen("metrics_listen", self.metrics_listen, insecure=self.insecure)
         for address in self.replicas:
             check_address("replicas", address)
+        if self.name:
+            check_name("name", self.name)
         _at_least_one(self, "max_streams", "max_queued_messages", "placement_budget")
+        _at_most(self, "max_streams", MAX_STREAMS)
         _positive(self, "announce_period_s", "silence_timeout_s", "connect_timeout_s", "canary_timeout_s")
         _positive(self, "reconnect_min_s", "reconnect_max_s")
         _not_negative(self, "wait_for_replica_s")
@@ -131,7 +141,12 @@ class ReplicaConfig:
             check_listen("metrics_listen", self.metrics_listen, insecure=self.insecure)
         for address in self.routers:
             check_address("routers", address)
+        if self.name:
+            check_name("name", self.name)
+        if self.advertise and not is_host(self.advertise):
+            raise ValueError(f"advertise: {self.advertise!r} is not a host")
         _at_least_one(self, "max_streams", "max_pending_bytes")
+        _at_most(self, "max_streams", MAX_STREAMS)
         _positive(self, "load_period_s", "write_timeout_s", "announce_period_s")
         _not_negative(self, "flush_interval_ms", "flush_cost_ms", "inline_text_bytes")
         if not self.flush_interval_ms <= self.max_flush_interval_ms < math.inf:
@@ -178,7 +193,7 @@ def check_listen(name: str, address: str, *, insecure: bool) -> None:
     host, _ = split_address(name, address)
     if not is_loopback(host) and not insecure:
         raise ValueError(
-            f"{name} {address!r} can be reached by others: without TLS and tokens that needs insecure=True"
+            f"{name} {address!r} can be reached by others: without TLS and tokens that needs insecure=True, --insecure on the command line"
         )
 
 
@@ -188,12 +203,24 @@ def check_address(name: str, address: str) -> None:
         raise ValueError(f"{name}: {address!r} has no port to dial")
 
 
+def check_name(name: str, value: str) -> None:
+    """Refuse a name that a router would not take: names travel in logs, metrics and tables."""
+    if not _NAME.fullmatch(value):
+        raise ValueError(f"{name} {value!r:.60} must be 1 to 128 printable ASCII characters without spaces")
+
+
 def split_address(name: str, address: str) -> tuple[str, int]:
     """The host (without brackets) and port of `host:port`."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535 or "/" in host or "@" in host:
+    host = host.removeprefix("[").removesuffix("]")
+    if not is_host(host) or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{name}: {address!r} is not host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host, int(port)
+
+
+def is_host(text: str) -> bool:
+    """Whether this can name a machine, without a port; an IPv6 address has no brackets."""
+    return _HOST.fullmatch(text) is not None
 
 
 def join_address(host: str, port: int) -> str:
@@ -229,6 +256,12 @@ def _not_negative(config: object, *names: str) -> None:
         value = getattr(config, name)
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} {value} is negative or not a number")
+
+
+def _at_most(config: object, name: str, limit: int) -> None:
+    value = getattr(config, name)
+    if value > limit:
+        raise ValueError(f"{name} {value} is over {limit}")
 
 
 def _at_least_one(config: object, *names: str) -> None:

@@ -14,6 +14,7 @@ import psutil
 from cluster.config import ReplicaConfig, RouterConfig, join_address, split_address
 from cluster.errors import ClusterError
 from cluster.private_ray import PrivateRay
+from cluster.router.membership import MAX_REPLICAS
 from cluster.router.server import RouterServer
 from cluster.serve_app import PoolConfig, deploy, num_gpus_of, share_cores, start_problem
 from protos import control_pb2
@@ -59,6 +60,8 @@ class LocalPoolConfig:
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
             raise ValueError(f"num_replicas is {self.num_replicas}, must be at least 1")
+        if self.num_replicas > MAX_REPLICAS:
+            raise ValueError(f"num_replicas is {self.num_replicas}, a router takes {MAX_REPLICAS}")
         if self.router.metrics_listen:
             port = split_address("metrics_listen", self.router.metrics_listen)[1]
             if port + self.num_replicas > 65535:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import ReplicaConfig, from_mapping
-from worker.config import WorkerConfig
+from worker.config import MAX_CPU_THREADS, WorkerConfig
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -114,7 +114,7 @@ def share_cores(worker: WorkerConfig, num_replicas: int, num_cores: int) -> Work
     """On the CPU, share the cores of one machine fairly among its replicas, unless a number was chosen."""
     if worker.cpu_threads is not None or num_gpus_of(worker):
         return worker
-    return replace(worker, cpu_threads=max(1, num_cores // num_replicas))
+    return replace(worker, cpu_threads=min(max(1, num_cores // num_replicas), MAX_CPU_THREADS))
 
 
 def deploy(config: PoolConfig) -> None:

@@ -14,6 +14,7 @@ from cluster.config import LINK_MESSAGE_BYTES, MESSAGE_BYTES, ClientConfig, Keep
 from cluster.malformed import RefuseMalformed
 
 METADATA_BYTES = 8 * 1024
+C_INT_MAX = 2**31 - 1
 
 ServerInterceptor: TypeAlias = "grpc.aio.ServerInterceptor[Any, Any]"
 Options = list[tuple[str, int | str]]
@@ -101,4 +102,4 @@ def _common(keepalive: Keepalive, message_bytes: int) -> Options:
 
 
 def _ms(seconds: float) -> int:
-    return max(1, round(1000 * seconds))
+    return min(max(1, round(1000 * seconds)), C_INT_MAX)

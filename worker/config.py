@@ -24,6 +24,8 @@ _CHOICES = {
     "kernels": Kernels,
     "model_impl": ModelImpl,
 }
+MAX_CPU_THREADS = 1024
+"""OpenMP crashes when it cannot start as many threads as it was told to."""
 _POSITIVE = (
     *("max_model_len", "max_batch", "block_size", "kv_cache_bytes", "prefill_chunk"),
     *("prefill_chunk_when_busy", "max_waiting", "cpu_threads", "max_graph_bytes"),
@@ -94,6 +96,8 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
+        if self.cpu_threads is not None and self.cpu_threads > MAX_CPU_THREADS:
+            raise ValueError(f"cpu_threads is {self.cpu_threads}, must be at most {MAX_CPU_THREADS}")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, must be in (0, 1]")
         self._check_chunks()

@@ -10,6 +10,7 @@ import typer
 
 MODEL, SHAPES, ENGINE, NETWORK, SAMPLING = "Model", "Shapes", "Engine", "Network", "Sampling"
 DEFAULT_PORT = 50050
+MAX_TIMEOUT_S = 1e6
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
@@ -46,11 +47,22 @@ class Graphs(StrEnum):
 
 
 def integers(text: str) -> list[int]:
-    """Parse "256,1024" into numbers."""
+    """Parse "256,1024" into numbers, at least one."""
     try:
-        return [int(part) for part in text.replace(" ", "").split(",") if part]
+        return [int(part) for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 256,1024") from None
+
+
+def dialable(address: str) -> str:
+    """The same host:port, refused here when it is none: gRPC would only say that a name cannot be looked up."""
+    from cluster.config import check_address
+
+    try:
+        check_address("address", address)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return address
 
 
 def metrics_listen(host: str, port: int | None) -> str:
@@ -144,7 +156,14 @@ Threads = Annotated[
 ]
 Address = Annotated[
     str,
-    typer.Option("--address", "-a", metavar="HOST:PORT", help="The router, or one replica.", rich_help_panel=NETWORK),
+    typer.Option(
+        "--address",
+        "-a",
+        metavar="HOST:PORT",
+        callback=dialable,
+        help="The router, or one replica.",
+        rich_help_panel=NETWORK,
+    ),
 ]
 Host = Annotated[str, typer.Option(help="Address to bind.", rich_help_panel=NETWORK)]
 Insecure = Annotated[
@@ -176,5 +195,8 @@ MaxStreams = Annotated[
     int, typer.Option(min=1, help="Requests answered at the same time; more are refused.", rich_help_panel=NETWORK)
 ]
 TimeoutS = Annotated[
-    float | None, typer.Option(min=0.001, help="Deadline of the whole answer, in seconds.", rich_help_panel=NETWORK)
+    float | None,
+    typer.Option(
+        min=0.001, max=MAX_TIMEOUT_S, help="Deadline of the whole answer, in seconds.", rich_help_panel=NETWORK
+    ),
 ]

@@ -37,6 +37,6 @@ def sampling_values(
     return {
         **scalars,
         "stop": tuple(stop or ()),
-        "stop_token_ids": tuple(integers(stop_token_ids or "")),
+        "stop_token_ids": () if stop_token_ids is None else tuple(integers(stop_token_ids)),
         "ignore_eos": True if ignore_eos else None,
     }

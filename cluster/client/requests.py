@@ -45,7 +45,7 @@ def generate_request(
     """Raises InvalidRequest for values no message can hold; everything else is the server's to judge."""
     request = generation_pb2.GenerateRequest(request_id=request_id, model=model, sampling=sampling_to_proto(sampling))
     if isinstance(prompt, str):
-        request.text = prompt
+        request.text = _text(prompt)
     else:
         request.token_ids.CopyFrom(_token_ids(prompt))
     return request
@@ -72,7 +72,7 @@ def tokenize_request(
         request.messages.messages.extend(_chat_messages(messages))
         request.messages.SetInParent()
     elif text is not None:
-        request.text = text
+        request.text = _text(text)
     return request
 
 
@@ -88,6 +88,13 @@ def detokenize_request(
 def _chat_messages(messages: Iterable[Message]) -> list[generation_pb2.ChatMessage]:
     """A conversation on the wire. Raises InvalidRequest naming the message that is none."""
     return [_chat_message(position, message) for position, message in enumerate(messages)]
+
+
+def _text(text: str) -> str:
+    """Raises InvalidRequest for half of a surrogate pair, which an argument that is not UTF-8 is made of."""
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise InvalidRequest("text", "is not valid Unicode text")
+    return text
 
 
 def _token_ids(ids: Iterable[int]) -> generation_pb2.TokenIds:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.config import RouterConfig, check_address
+from cluster.config import RouterConfig, check_address, check_name
 from cluster.errors import StaleIncarnation
 from cluster.router.link import Link
 from protos import control_pb2, replica_pb2
@@ -18,7 +17,6 @@ from worker.errors import InvalidRequest
 
 MAX_REPLICAS = 1024
 SILENT_PERIODS = 3
-_NAME = re.compile(r"[!-~]{1,128}")
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +126,10 @@ class Membership:
 
 def _check(request: replica_pb2.AnnounceRequest) -> None:
     for field in ("replica", "incarnation"):
-        if not _NAME.fullmatch(getattr(request, field)):
-            raise InvalidRequest(field, "must be 1 to 128 printable ASCII characters without spaces")
+        try:
+            check_name(field, getattr(request, field))
+        except ValueError as error:
+            raise InvalidRequest(field, "must be 1 to 128 printable ASCII characters without spaces") from error
     try:
         check_address("address", request.address)
     except ValueError as error:

@@ -102,7 +102,19 @@ def test_sampling_options_reach_the_engine(address: str, client: GraphpoolClient
         ("generate", "--token-ids", "1,two"),
         ("chat", "x", "--temperature", "warm"),
         ("status", "--watch", "0"),
+        ("chat", "x", "--timeout-s", "inf"),
+        ("chat", "x", "--address", ""),
+        ("generate", "x", "--address", "nowhere"),
+        ("status", "--address", "http://127.0.0.1:50050"),
+        ("generate", "--token-ids", ""),
         ("serve", "--replicas", "0"),
+        ("serve", "--replicas", "99999999999"),
+        ("serve", "--tiers", ""),
+        ("worker", "--buckets", ","),
+        ("worker", "--threads", "100000"),
+        ("worker", "--name", "a b"),
+        ("worker", "--advertise", "a b"),
+        ("router", "--max-streams", "9999999999"),
         ("serve", "--tiers", "a,b"),
         ("serve", "--host", "0.0.0.0"),
         ("worker", "--port", "70000"),
@@ -131,6 +143,14 @@ def test_a_refused_value_is_one_sentence_with_its_field(address: str) -> None:
     assert done.stderr.startswith("temperature: ")
     assert done.stderr.endswith(" (INVALID_ARGUMENT)\n")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_an_argument_that_is_not_utf8_is_one_sentence(command: str, address: str) -> None:
+    done = graphpool(command, "\udcff", "--address", address)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "codec" not in done.stderr
 
 
 def test_status_shows_every_replica_with_its_tiers(address: str) -> None:

@@ -34,7 +34,21 @@ def test_an_address_that_others_reach_is_refused_unless_said_out_loud(listen: st
 
 
 @pytest.mark.parametrize(
-    "address", ["", "host", "host:", ":1", "host:x", "host:65536", "host:-1", "http://h:1", "u@h:1"]
+    "address",
+    [
+        "",
+        "host",
+        "host:",
+        ":1",
+        "host:x",
+        "host:65536",
+        "host:-1",
+        "http://h:1",
+        "u@h:1",
+        "a b:1",
+        "a:b:1",
+        "1.2.3.4:5:6",
+    ],
 )
 def test_what_is_not_host_and_port_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="not host:port"):
@@ -60,6 +74,7 @@ def test_a_replica_that_listens_everywhere_must_say_where_it_is_dialed() -> None
     ("config", "field", "value"),
     [
         (RouterConfig, "max_streams", 0),
+        (RouterConfig, "max_streams", 10**10),
         (RouterConfig, "max_queued_messages", -1),
         (RouterConfig, "placement_budget", 0),
         (RouterConfig, "wait_for_replica_s", -0.1),
@@ -76,6 +91,7 @@ def test_a_replica_that_listens_everywhere_must_say_where_it_is_dialed() -> None
         (ReplicaConfig, "write_timeout_s", 0),
         (ReplicaConfig, "max_pending_bytes", 0),
         (ReplicaConfig, "max_streams", 0),
+        (ReplicaConfig, "max_streams", 10**10),
         (ReplicaConfig, "announce_period_s", -2),
         (ReplicaConfig, "inline_text_bytes", -1),
         (ClientConfig, "timeout_s", 0),
@@ -90,6 +106,29 @@ def test_a_replica_that_listens_everywhere_must_say_where_it_is_dialed() -> None
 def test_a_value_out_of_range_is_refused_by_name(config: type[Any], field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         config(**{field: value})
+
+
+@pytest.mark.parametrize("name", ["a b", "x" * 129, "\x1b[31m", "é", "line\n"])
+@pytest.mark.parametrize("config", [RouterConfig, ReplicaConfig])
+def test_a_name_that_no_router_would_take_is_refused_at_once(config: type[Any], name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        config(name=name)
+
+
+@pytest.mark.parametrize("host", ["a b", "10.0.0.1:50051", "http://node", "node:1", "me@node"])
+def test_an_advertised_host_that_cannot_be_dialed_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="advertise"):
+        ReplicaConfig(advertise=host)
+
+
+@pytest.mark.parametrize("host", ["node-7.local", "10.0.0.1", "fd00::7", "::1", "fe80::1%eth0"])
+def test_names_and_addresses_of_both_kinds_can_be_advertised(host: str) -> None:
+    assert ReplicaConfig(advertise=host).advertise == host
+
+
+def test_times_too_long_for_grpc_are_as_long_as_it_can_count() -> None:
+    keepalive = Keepalive(time_s=1e9, timeout_s=1e9)
+    assert dict(client_options(ClientConfig(keepalive=keepalive)))["grpc.keepalive_time_ms"] == 2**31 - 1
 
 
 def test_unknown_keys_are_refused_and_the_known_ones_listed() -> None:
