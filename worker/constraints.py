@@ -10,6 +10,9 @@ import torch
 from worker.sampling import SamplingParams
 from worker.sequence import Sequence
 
+LEAST_REPETITION_PENALTY = 1e-6
+"""Dividing logits by less could overflow, which would look like a model that is broken."""
+
 
 def needs_constraints(sequence: Sequence) -> bool:
     """Whether `apply_constraints` would change this sequence's logits."""
@@ -44,7 +47,7 @@ def _penalise(logits: torch.Tensor, sequence: Sequence, params: SamplingParams) 
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(sequence.token_ids)), device=logits.device)
         values = logits[seen]
-        factor = params.repetition_penalty
+        factor = max(params.repetition_penalty, LEAST_REPETITION_PENALTY)
         logits[seen] = torch.where(values > 0, values / factor, values * factor)
     if sequence.num_generated and (params.presence_penalty or params.frequency_penalty):
         occurrences = Counter(sequence.generated)

@@ -16,7 +16,7 @@ from worker.meter import StepMeter
 from worker.pending import PendingStep
 from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, RequestFailed
 from worker.runner import Runner
-from worker.sampling import check_token_ids
+from worker.sampling import SamplingParams, check_token_ids
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, SequenceState
 
@@ -237,5 +237,15 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
         raise InvalidRequest("min_tokens", f"{params.min_tokens} is more than the context leaves")
     check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
     params.check_vocabulary(info.vocab_size)
+    _check_choice(params, info)
     if params.stop and not info.has_tokenizer:
         raise InvalidRequest("stop", "needs a tokenizer, and this model is served without one; use stop_token_ids")
+
+
+def _check_choice(params: SamplingParams, info: EngineInfo) -> None:
+    """Refuse a request that bans every token it allows until it has its `min_tokens`."""
+    if not params.min_tokens:
+        return
+    banned = {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)}
+    if all(token_id in banned for token_id in params.allowed_token_ids or range(info.vocab_size)):
+        raise InvalidRequest("min_tokens", "leaves no token to choose: all that are allowed would end the answer")

@@ -240,6 +240,9 @@ def test_a_duplicate_request_id_is_refused_while_the_first_lives() -> None:
         (request(stop_token_ids=(256,)), "stop_token_ids"),
         (request(logit_bias={256: 1.0}), "logit_bias"),
         (request(allowed_token_ids=(999,)), "allowed_token_ids"),
+        (request(allowed_token_ids=(7, 8), stop_token_ids=(7, 8, 9), min_tokens=1), "min_tokens"),
+        (request(allowed_token_ids=(EOS,), min_tokens=1), "min_tokens"),
+        (request(stop_token_ids=tuple(range(256)), min_tokens=1), "min_tokens"),
     ],
 )
 def test_what_the_model_cannot_serve_is_refused_by_name(bad: GenerateRequest, field: str) -> None:
