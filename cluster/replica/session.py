@@ -8,6 +8,7 @@ import time
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from cluster import status
 from cluster.config import ReplicaConfig
@@ -89,7 +90,7 @@ class AttachSession:
             self._flush_timer = self._loop.call_later(interval_s, self._flush)
 
     async def _read(self, context: Context) -> None:
-        while (frame := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+        while (frame := await _next_frame_of(context)) is not None:
             kind = frame.WhichOneof("kind")
             if kind == "submit":
                 await self._submit(frame.submit)
@@ -223,3 +224,12 @@ class AttachSession:
             self._cancel(stream_id)
         for live in (*self._dirty, *self._urgent):
             self._backend.close(live)
+
+
+async def _next_frame_of(context: Context) -> replica_pb2.RouterFrame | None:
+    """None at the end. Raises MalformedMessage for bytes that are no frame."""
+    try:
+        frame = await context.read()
+    except DecodeError as error:
+        raise MalformedMessage("RouterFrame") from error
+    return frame if isinstance(frame, replica_pb2.RouterFrame) else None

@@ -41,6 +41,16 @@ def raw_call(channel: Any, path: str) -> Any:
     return channel.unary_unary(path)
 
 
+def raw_stream(channel: Any, path: str) -> Any:
+    """A stream of bytes both ways."""
+    return channel.stream_stream(path)()
+
+
+async def read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
+        pass
+
+
 def call_unary(address: str, pool: DescriptorPool, service: str, method: str, **fields: Any) -> Any:
     path, request, response = messages(pool, service, method)
     with grpc.insecure_channel(address) as channel:
@@ -118,6 +128,20 @@ async def test_fields_from_a_newer_schema_are_ignored() -> None:
         call = raw_call(channel, f"/{PACKAGE}.GenerationService/Generate")
         raw = await call(request.SerializeToString() + unknown)
     assert len(generation_pb2.GenerateResponse.FromString(raw).choices[0].token_ids) == 2
+
+
+async def test_bytes_that_are_no_frame_end_the_attach_stream_as_the_routers_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    replica = await start_replica()
+    async with grpc.aio.insecure_channel(replica.server.address) as channel:
+        call = raw_stream(channel, f"/{PACKAGE}.ReplicaService/Attach")
+        await call.write(b"\xff\xff\x07junk")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_to_the_end(call)
+    await replica.server.stop()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "unplanned" not in caplog.text
 
 
 async def test_a_method_that_does_not_exist_is_unimplemented() -> None:
