@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 
 def main() -> None:
@@ -11,6 +12,10 @@ def main() -> None:
     # connections and ports is said better by the errors themselves.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from cluster.cli.app import app
+    try:
+        from cluster.cli.app import app
 
-    app(prog_name="graphpool")
+        app(prog_name="graphpool")
+    except KeyboardInterrupt:
+        # Pressed while the command was still being imported.
+        sys.exit(130)

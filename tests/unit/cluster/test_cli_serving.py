@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 
 import pytest
 import typer.main
@@ -71,6 +72,21 @@ def test_stopping_a_router_lets_a_running_answer_finish() -> None:
             num_tokens += sum(len(piece.token_ids) for piece in stream)
         assert num_tokens == 100
         assert router.wait(15) == 0
+
+
+def test_ctrl_c_before_a_command_has_begun_leaves_no_traceback() -> None:
+    code = (
+        "import builtins, cluster.cli\n"
+        "load = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'cluster.cli.serve':\n"
+        "        raise KeyboardInterrupt\n"
+        "    return load(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+        "cluster.cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_taken_port_is_one_sentence() -> None:
