@@ -80,6 +80,7 @@ def submit(engine: Engine, batch: int, length: int, max_tokens: int) -> None:
                 request_id=f"{row}",
                 prompt_token_ids=prompt(length, row, engine.info.vocab_size),
                 sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+                use_prefix_cache=False,  # every repetition must do all of its work
             )
         )
 
@@ -310,7 +311,7 @@ def main() -> None:
                 f"  {row.model:14} {row.system:16} {row.metric:15} b{row.batch} c{row.context} {row.scope:8} {row.value:.3f} {row.unit}"
             )
         sys.stdout.flush()
-    print(results.write())
+        print(results.write())
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ async def serve(options: argparse.Namespace) -> None:
         max_batch=max(options.batches),
         kv_cache_bytes=options.kv_gib << 30,
         capture=options.capture,
+        prefix_cache=False,  # the same prompts are asked for again
     )
     listen = f"127.0.0.1:{options.port}"
     process = await ReplicaProcess.open(worker, ReplicaConfig(listen=listen, flush_interval_ms=options.flush_ms))

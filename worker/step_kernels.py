@@ -19,7 +19,7 @@ from worker.kv_cache import KVCache
 Outputs = tuple[torch.Tensor, torch.Tensor]
 """logits [rows, vocab] float32, and [rows, 2] int64: the greedy token, and 1 where the row is finite."""
 
-GEMV_ROWS = 0
+GEMV_ROWS = 1
 """Decode steps of up to so many rows are computed by matrix-vector kernels, in which neighbours overlap."""
 
 

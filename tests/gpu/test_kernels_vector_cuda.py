@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -100,12 +101,14 @@ class Decoding:
         self.step()
         self.reset()
         torch.cuda.synchronize()
+        gc.collect()  # nothing may be freed on the device while it captures
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = self.step()
         return graph, outputs
 
 
+@torch.inference_mode()
 def check(name: str, lengths: tuple[int, ...], width: int, dtype: torch.dtype, num_steps: int = 3) -> None:
     """A graph of our step, replayed, against eager steps in single precision that follow our tokens."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -161,6 +164,7 @@ def test_steps_at_every_length_in_a_wide_tier(name: str, lengths: tuple[int, ...
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.2-1b"])
+@torch.inference_mode()
 def test_a_replayed_graph_gives_the_bits_of_eager_steps(name: str) -> None:
     model = two_layers(name, torch.bfloat16)
     replayed, eager = Decoding(model, LENGTHS, 20), Decoding(model, LENGTHS, 20)
@@ -172,6 +176,7 @@ def test_a_replayed_graph_gives_the_bits_of_eager_steps(name: str) -> None:
         assert torch.equal(chosen, expected_chosen)
 
 
+@torch.inference_mode()
 def test_a_rows_logits_do_not_depend_on_nan_in_another_rows_past() -> None:
     model = two_layers("llama-3.2-1b", torch.bfloat16)
     clean, poisoned = Decoding(model, LENGTHS, 20), Decoding(model, LENGTHS, 20)
@@ -184,6 +189,7 @@ def test_a_rows_logits_do_not_depend_on_nan_in_another_rows_past() -> None:
 @pytest.mark.parametrize(
     ("name", "lengths"), [("smollm2-135m", (30,)), ("llama-3.2-1b", (30, 5)), ("smollm2-135m", (2040, 9))]
 )
+@torch.inference_mode()
 def test_256_replays_back_to_back_give_the_same_tokens_16_times(name: str, lengths: tuple[int, ...]) -> None:
     decoding = Decoding(model_of(name, torch.bfloat16), lengths, 160)
     start = decoding.cache.storage.clone()
