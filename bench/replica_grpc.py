@@ -159,10 +159,8 @@ async def measure_batch(
             compare(batch, clocks, alone, results)
     per_token = median(clock.token_ms for _, clocks in rounds[1:] for clock in clocks)
     wall = min(seconds for seconds, _ in rounds[1:])
-    (load,) = await client.loads()
     add(results, options, metric="decode_step_ms", unit="ms", value=per_token, batch=batch, context=PROMPT)
     add(results, options, metric="tokens_per_s", unit="1/s", value=batch * ANSWER / wall, batch=batch, context=PROMPT)
-    add(results, options, metric="engine_step_ms", unit="ms", value=load.load.step_ms, batch=batch, context=PROMPT)
 
 
 def compare(batch: int, clocks: list[Clock], alone: list[list[int]], results: Results) -> None:

@@ -19,6 +19,14 @@ _LABELS = {
 }
 
 
+_SYSTEMS = {
+    "hf_eager": "transformers",
+    "hf_static_graph": "transformers, StaticCache in a graph",
+    "graphpool_eager": "graphpool without graphs",
+    "graphpool": "graphpool",
+}
+
+
 def tables_of(document: Document) -> str:
     """Every table of one benchmark, and under them where the figures come from."""
     make = _TABLES.get(document["bench"], comparison)
@@ -85,6 +93,51 @@ def ratios(document: Document) -> str:
     slower = [row["note"] for row in keys if row["value"] < 1]
     named = f"slower than eager: {', '.join(slower)}" if slower else "none is slower than eager"
     return f"{table}\n\nOf {len(keys)} keys, {named}."
+
+
+def graph_vs_eager(document: Document) -> str:
+    """Decode steps and first tokens, each system in its column; what graphpool takes includes its host's work."""
+    return "\n\n".join(
+        _side_by_side(document, metric, second, {"graphpool": "replica", "graphpool_eager": "replica"})
+        for metric, second in (("decode_step_ms", "batch"), ("ttft_ms", "context"))
+    )
+
+
+def replica_grpc(document: Document) -> str:
+    """What a client sees: one line for each batch, then first tokens and start-up."""
+    values = {(row["metric"], row.get("batch"), row.get("context")): row for row in document["rows"]}
+    batches = sorted({row["batch"] for row in document["rows"] if row["metric"] == "decode_step_ms"})
+    body = [
+        [str(batch), *(_value(values.get((metric, batch, 128))) for metric in ("decode_step_ms", "tokens_per_s"))]
+        for batch in batches
+    ]
+    others = [
+        f"first token of {row['context']}: {_shown(row['value'])} ms"
+        for row in document["rows"]
+        if row["metric"] == "ttft_ms"
+    ] + [
+        f"{row['metric'].replace('_', ' ').removesuffix(' s')}: {_shown(row['value'])} s"
+        for row in document["rows"]
+        if row["unit"] == "s"
+    ]
+    return f"{markdown(['streams', 'ms a token', 'tokens/s'], body, numbers=2)}\n\n{'; '.join(others)}."
+
+
+def _side_by_side(document: Document, metric: str, second: str, scopes: dict[str, str]) -> str:
+    """One metric: models and batches (or contexts) down, systems across."""
+    order = ("hf_eager", "hf_static_graph", "graphpool_eager", "graphpool")
+    found = {
+        (row["model"], row[second], row["system"]): row
+        for row in document["rows"]
+        if row["metric"] == metric and row["scope"] == scopes.get(row["system"], "step")
+    }
+    systems = [system for system in order if any(place[2] == system for place in found)]
+    lines = dict.fromkeys((model, size) for model, size, _ in found)
+    body = [
+        [model, str(size), *(_value(found.get((model, size, system))) for system in systems)] for model, size in lines
+    ]
+    head = [_label(metric), "prompt" if second == "context" else second, *(_SYSTEMS[system] for system in systems)]
+    return markdown(head, body, numbers=len(systems))
 
 
 def graph_update(document: Document) -> str:
@@ -157,6 +210,8 @@ def _label(metric: str) -> str:
 
 _TABLES: dict[str, Callable[[Document], str]] = {
     "graph_keys": graph_keys,
+    "graph_vs_eager": graph_vs_eager,
+    "replica_grpc": replica_grpc,
     "graph_ordering": ratios,
     "graph_seeds": ratios,
     "graph_update": graph_update,
