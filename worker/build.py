@@ -55,9 +55,18 @@ def build_engine(
     text = TextProcessor.from_files(files) if files.has_tokenizer else None
     engine = create_engine(config, files, served, text)
     if config.capture == "startup":
-        while engine.prepare_next():
-            pass
+        prepare(engine, progress)
     return BuiltEngine(EngineThread(engine, sink, on_death=on_death), text, served.generation_defaults)
+
+
+def prepare(engine: Engine, progress: Progress | None) -> None:
+    """Capture every graph before serving, and say how far it is and what memory the graphs have taken."""
+    total = 0
+    while engine.prepare_next():
+        graphs = engine.graph_snapshot()
+        total += 1
+        if progress is not None:
+            progress(f"capturing graphs, {graphs.pool_bytes >> 20} MiB", total, total + engine.runner.num_to_prepare)
 
 
 def create_engine(config: WorkerConfig, files: ModelFiles, served: ServedModel, text: TextProcessor | None) -> Engine:

@@ -119,6 +119,11 @@ class GraphRunner:
             capture_s=self.session.seconds,
         )
 
+    @property
+    def num_to_prepare(self) -> int:
+        """See Runner: warm-ups and captures."""
+        return self.session.num_left
+
     def prepare_next(self) -> bool:
         """Warm up or capture one key. The static inputs and the padding block are left inert."""
         self._make_inert()

@@ -44,6 +44,10 @@ class Runner(Protocol):
     def launch(self, batch: Batch) -> PendingStep:
         """Start a step: it writes keys and values and chooses the next tokens, after all steps launched before."""
 
+    @property
+    def num_to_prepare(self) -> int:
+        """Pieces of preparation that are left."""
+
     def prepare_next(self) -> bool:
         """Do one piece of what makes later steps faster; False when there is nothing left. No step may be unread."""
 
@@ -93,6 +97,11 @@ class EagerRunner:
     def can_overlap(self, batch: Batch) -> bool:
         """See Runner: decode takes its tokens from the device; prefill needs none that are in flight."""
         return not needs_logits(batch.sampling)
+
+    @property
+    def num_to_prepare(self) -> int:
+        """See Runner."""
+        return 0
 
     def prepare_next(self) -> bool:
         """See Runner: there is nothing to prepare."""

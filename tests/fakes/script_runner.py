@@ -48,6 +48,10 @@ class ScriptRunner:
     def graph_snapshot(self) -> GraphSnapshot:
         return GraphSnapshot()
 
+    @property
+    def num_to_prepare(self) -> int:
+        return 0
+
     def prepare_next(self) -> bool:
         return False
 

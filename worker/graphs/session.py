@@ -103,6 +103,11 @@ class CaptureSession:
         return not self._work
 
     @property
+    def num_left(self) -> int:
+        """Warm-ups and captures that are left, as far as is known."""
+        return len(self._work)
+
+    @property
     def seconds(self) -> float:
         """Time spent in this session so far."""
         return self._seconds

@@ -8,12 +8,18 @@ import pytest
 import torch
 import transformers
 
+from tests.fakes.tiny_model import tiny_engine
 from worker.attention.decode import PagedDecodeAttention
 from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
 from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
 from worker.errors import UnsupportedModel
 from worker.generic.causal_lm import TransformersCausalLM
+from worker.graph_runner import GraphRunner
 from worker.kv_cache import KVCache
+from worker.load import GraphReadiness
+from worker.load_causal_lm import ServedModel
+from worker.request import ChoiceDelta, GenerateRequest
+from worker.sampling import SamplingParams
 
 VOCAB, LENGTH, BLOCK = 97, 20, 4
 TABLE = torch.tensor([3, 1, 5, 2, 7], dtype=torch.int32)
@@ -123,3 +129,33 @@ def test_padded_prefill_of_fixed_shape_is_exact(family: str) -> None:
 def test_what_would_differ_is_refused_by_name(reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         TransformersCausalLM(model_of(REFUSED[reason]()))
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_every_shape_of_a_worker_is_captured_whole_and_its_answers_equal_eager(family: str) -> None:
+    served = ServedModel(TransformersCausalLM(model_of(SERVED[family]())), (), {}, "transformers")
+    requests = [
+        GenerateRequest(
+            request_id=str(length),
+            prompt_token_ids=tuple((3 * i + length) % VOCAB for i in range(length)),
+            sampling=SamplingParams(temperature=0, max_tokens=6),
+        )
+        for length in (1, 5, 9, 22)
+    ]
+    answers = []
+    for graphs in ("off", "fake"):
+        engine = tiny_engine(served, graphs=graphs, max_batch=4, capture="startup")
+        while engine.prepare_next():
+            pass
+        for request in requests:
+            engine.add(request)
+        found: dict[str, list[int]] = {}
+        while engine.has_work:
+            for event in engine.step():
+                assert isinstance(event, ChoiceDelta), event
+                found.setdefault(event.request_id, []).extend(event.token_ids)
+        answers.append(found)
+    assert isinstance(engine.runner, GraphRunner)
+    assert engine.runner.readiness is GraphReadiness.FULL
+    assert not engine.runner.dispatcher.misses
+    assert answers[0] == answers[1]

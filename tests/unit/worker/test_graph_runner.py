@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.fakes.tiny_model import VOCAB, tiny_engine, tiny_model
+from worker.build import prepare
 from worker.engine import Engine
 from worker.graph_runner import GraphRunner, worker_keys
 from worker.graphs.key import GraphKey
@@ -210,3 +211,12 @@ def test_the_keys_are_every_tier_and_bucket_and_the_prefill_shapes() -> None:
 
 SHARED = graph_engine()
 SHARED[1].prepare_all()
+
+
+def test_capturing_at_startup_says_how_far_it_is() -> None:
+    engine, runner = graph_engine()
+    seen: list[tuple[str, int, int]] = []
+    prepare(engine, lambda what, done, total: seen.append((what, done, total)))
+    assert [done for _, done, _ in seen] == list(range(1, len(seen) + 1))
+    assert seen[-1][1] == seen[-1][2] == 2 * len(runner.dispatcher.captured)
+    assert all("MiB" in what for what, _, _ in seen)
