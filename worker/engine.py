@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from worker.batch import Batch
 from worker.chooser import StepOutput
@@ -14,7 +14,7 @@ from worker.live_request import Decode, LiveRequest
 from worker.load import EngineInfo, GraphSnapshot, LoadSnapshot
 from worker.meter import StepMeter
 from worker.pending import PendingStep
-from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, RequestFailed
+from worker.request import EngineEvent, GenerateRequest, RequestFailed
 from worker.runner import Runner
 from worker.sampling import SamplingParams, check_token_ids
 from worker.scheduler import Scheduler
@@ -183,23 +183,19 @@ class Engine:
             if output.is_finite[row]:
                 if segment.end >= sequence.confirm_from:
                     self.scheduler.confirm(segment)
-                events.append(
-                    replace(self._advance(live, sequence, output, row, now_s), tier=batch.tier, bucket=batch.bucket)
-                )
+                delta = live.advance(sequence, batch, output, row, eos_token_ids=self.info.eos_token_ids, now_s=now_s)
+                if delta.finish_reason is not None:
+                    self._finish(live, sequence)
+                events.append(delta)
             else:
                 error = NumericalError("the model produced NaN or infinity for this request")
                 events.append(self._fail(sequence.request.request_id, error, scrub=True))
         return events
 
-    def _advance(
-        self, live: LiveRequest, sequence: Sequence, output: StepOutput, row: int, now_s: float
-    ) -> ChoiceDelta:
-        delta = live.advance(sequence, output, row, self.info.eos_token_ids, now_s)
-        if delta.finish_reason is not None:
-            self.scheduler.finish(sequence)
-            if live.is_finished:
-                del self._live[live.request.request_id]
-        return delta
+    def _finish(self, live: LiveRequest, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        if live.is_finished:
+            del self._live[live.request.request_id]
 
     def _fail(self, request_id: str, error: WorkerError, *, scrub: bool = False) -> RequestFailed:
         live = self._live.pop(request_id)

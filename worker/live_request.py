@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from worker.batch import Batch
 from worker.chooser import StepOutput
 from worker.request import ChoiceDelta, FinishReason, GenerateRequest
 from worker.sequence import Sequence
@@ -45,9 +46,16 @@ class LiveRequest:
         return all(choice.sequence.finish_reason is not None for choice in self.choices)
 
     def advance(
-        self, sequence: Sequence, output: StepOutput, row: int, eos_token_ids: Items[int], now_s: float
+        self,
+        sequence: Sequence,
+        batch: Batch,
+        output: StepOutput,
+        row: int,
+        *,
+        eos_token_ids: Items[int],
+        now_s: float,
     ) -> ChoiceDelta:
-        """Append the token of `row` to `sequence`, decide whether it ends, and say what is new."""
+        """Append the token of `row` of a step to `sequence`, decide whether it ends, and say what is new."""
         choice, token_id = self.choices[sequence.index], output.token_ids[row]
         logprob = output.logprobs[row]
         if sequence.first_token_s is None:
@@ -72,6 +80,8 @@ class LiveRequest:
             stop_token_id=stop_token_id,
             prompt_tokens=sequence.num_prompt,
             cached_tokens=sequence.num_cached_tokens,
+            tier=batch.tier,
+            bucket=batch.bucket,
             runner=output.runner,
             timings=None if sequence.finish_reason is None else sequence.timings(now_s),
         )
