@@ -7,8 +7,10 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,6 +53,19 @@ def prepare_environment() -> None:
 prepare_environment()
 
 
+def take_sigterm_back() -> None:
+    """Make the handler that Python knows of the process's own again.
+
+    A starting Ray puts one in front of it that prints a stack trace and aborts the process three seconds later,
+    whatever it is in the middle of finishing.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGTERM, handler)
+    signal.siginterrupt(signal.SIGTERM, False)
+
+
 class PrivateRay:
     """One Ray head on loopback, with its own folder, ports and token: it neither finds nor disturbs another Ray.
 
@@ -81,6 +96,7 @@ class PrivateRay:
         except BaseException:
             await asyncio.shield(self.stop())
             raise
+        take_sigterm_back()
         self._census.observe()
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -95,6 +111,7 @@ class PrivateRay:
         self._is_stopped = True
         self._census.observe()
         await self.call(self._shutdown)
+        take_sigterm_back()
         killed = await self.call(self._census.end, EXIT_GRACE_S)
         self._thread.shutdown(wait=False)
         if self._folder and not self._temp_dir:

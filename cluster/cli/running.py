@@ -64,13 +64,17 @@ async def _guarded(service: Coroutine[Any, Any, None]) -> None:
     def on_signal(number: int) -> None:
         nonlocal asked
         asked += 1
+        # A signal that meets Ray's own handler, while Ray starts, leaves an alarm that would abort the clean stop.
+        signal.alarm(0)
         if asked > 1:
             _end_at_once(number)
         task.cancel()
 
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, on_signal, number)
+        # Under nohup a service outlives its terminal.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, on_signal, number)
     try:
         await task
     except asyncio.CancelledError:

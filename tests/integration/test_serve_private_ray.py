@@ -47,6 +47,27 @@ asyncio.run(main())
 """
 
 
+TERMINATED = """
+import asyncio
+import os
+import signal
+from cluster.private_ray import PrivateRay
+
+async def main():
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+    private = PrivateRay(num_cpus=1, num_gpus=0)
+    await private.start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asked.wait()
+    # Ray's own handler would abort the process three seconds after the signal.
+    await asyncio.sleep(4)
+    print(await private.stop())
+
+asyncio.run(main())
+"""
+
+
 @contextlib.contextmanager
 def owner() -> Iterator[subprocess.Popen[str]]:
     """A process that starts a private Ray, prints its processes' ids, and stops it when it reads a line."""
@@ -98,3 +119,11 @@ def test_a_start_that_is_cancelled_leaves_nothing() -> None:
         [sys.executable, "-c", CANCELLED], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.stdout == "True []\n"
+
+
+def test_a_process_with_a_private_ray_may_take_its_time_after_sigterm() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINATED], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert "SIGTERM" not in done.stderr

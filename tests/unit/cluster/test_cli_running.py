@@ -37,10 +37,9 @@ run_until_stopped(service)
 """
 
 
-def started(cleanup_s: float) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVICE.format(cleanup_s=cleanup_s)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+def started(cleanup_s: float, *prefix: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", SERVICE.format(cleanup_s=cleanup_s)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
@@ -61,6 +60,16 @@ class FailedCall(grpc.RpcError):
 def test_a_stop_signal_lets_the_service_clean_up_and_ends_it_with_success(number: signal.Signals) -> None:
     process = started(cleanup_s=0.1)
     process.send_signal(number)
+    output, _ = process.communicate(timeout=10)
+    assert (output, process.returncode) == ("clean\n", 0)
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    process = started(0.0, "nohup")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.terminate()
     output, _ = process.communicate(timeout=10)
     assert (output, process.returncode) == ("clean\n", 0)
 
