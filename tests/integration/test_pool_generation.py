@@ -242,8 +242,8 @@ async def test_a_client_comes_back_when_it_was_told_to() -> None:
     knobs = ScriptKnobs(step_s=0.002, max_rows=1, max_waiting=1)
     async with script_pool(knobs=knobs) as pool, AsyncGraphpoolClient(pool.router.address) as patient:
         running = pool.client.stream(PROMPT, max_tokens=40)
-        waiting = pool.client.stream(PROMPT, max_tokens=5)
         await anext(running)
+        waiting = pool.client.stream(PROMPT, max_tokens=5)
         await asyncio.sleep(0.02)
         answer = await patient.generate(PROMPT, max_tokens=3, seed=1)
         running.cancel()
