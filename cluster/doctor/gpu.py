@@ -25,11 +25,11 @@ def check_driver_and_cuda() -> Finding:
     """Whether the driver runs the CUDA that torch was built for."""
     import torch
 
-    from worker.graphs.cuda_backend import _driver_version
+    from worker.graphs.cuda_backend import driver_version
     from worker.graphs.errors import DriverTooOld
     from worker.graphs.traps import check_driver
 
-    driver, built_for = _driver_version(), torch.version.cuda
+    driver, built_for = driver_version(), torch.version.cuda
     if driver is None:
         return Finding(
             "driver", "warn", "no NVIDIA driver: workers run on the CPU", "on a GPU machine, install the driver"

@@ -34,7 +34,7 @@ class CudaCapture:
         error_mode: CaptureErrorMode = "thread_local",
         keep_graph: bool = False,
     ) -> None:
-        check_driver(_driver_version(), torch.version.cuda)
+        check_driver(driver_version(), torch.version.cuda)
         self.device = torch.device("cuda", torch.device(device).index or 0)
         self.stream = torch.cuda.Stream(self.device)
         self._error_mode: CaptureErrorMode = error_mode
@@ -200,7 +200,7 @@ def _drop_library_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def _driver_version() -> int | None:
+def driver_version() -> int | None:
     """CUDA version of the driver, as 1000 * major + 10 * minor; None when there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -126,7 +126,7 @@ def test_a_package_that_is_missing_or_old_fails(monkeypatch: pytest.MonkeyPatch)
 def test_the_driver_is_compared_with_what_torch_was_built_for(
     driver: int | None, built_for: str | None, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.graphs.cuda_backend._driver_version", lambda: driver)
+    monkeypatch.setattr("worker.graphs.cuda_backend.driver_version", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", built_for)
     assert gpu.check_driver_and_cuda().status == status
 

@@ -56,7 +56,7 @@ def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> To
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _, pool: made.device.end(pool), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: made.device.release(pool), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    monkeypatch.setattr(cuda_backend, "_driver_version", lambda: 13000)
+    monkeypatch.setattr(cuda_backend, "driver_version", lambda: 13000)
     monkeypatch.setattr(capture_recovery, "_ABANDONED", [])
 
     def begin_empty(_: object) -> bool:

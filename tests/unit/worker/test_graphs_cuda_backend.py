@@ -96,7 +96,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cuda_backend, "_driver_version", lambda: 13000)
+    monkeypatch.setattr(cuda_backend, "driver_version", lambda: 13000)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: made.call("drop workspaces"), raising=False)
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
@@ -141,7 +141,7 @@ def test_streams_and_memory_are_reported_as_torch_does(script: Script) -> None:
 
 
 def test_a_driver_that_is_too_old_is_refused_at_once(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_backend, "_driver_version", lambda: 12040)
+    monkeypatch.setattr(cuda_backend, "driver_version", lambda: 12040)
     with pytest.raises(DriverTooOld, match=r"12\.4"):
         CudaCapture()
     assert script.log == []
