@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker.errors import ModelLoadError
+from worker.errors import ModelLoadError, WorkerError
 from worker.generic.causal_lm import TransformersCausalLM
 from worker.model.files import ModelFiles
 
@@ -25,6 +25,8 @@ def load_transformers(
         torch.manual_seed(seed)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"transformers cannot load {files.name}: {error}") from error
+    except WorkerError:
+        raise
+    except Exception as error:  # every model class checks its config in its own way
+        raise ModelLoadError(f"transformers cannot load {files.name}: {' '.join(str(error).split())}") from error
     return TransformersCausalLM(model.to(device).eval().requires_grad_(False))

@@ -11,6 +11,7 @@ a copy, which changes the times, the SHA-256 of every file is compared instead, 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -30,6 +31,7 @@ CONVERTER_VERSION = 2
 """Raised whenever the converter's output changes."""
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 22
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def default_cache_dir() -> Path:
@@ -137,8 +139,9 @@ def _replace_manifest(directory: Path, manifest: dict[str, Any]) -> None:
         partial.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         _flush_to_disk(partial)
         partial.replace(directory / MANIFEST)
-    except PermissionError:
-        return
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
 
 
 def _read_manifest(directory: Path) -> dict[str, Any] | None:

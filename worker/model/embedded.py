@@ -38,7 +38,8 @@ def embedded_model(models: ConvertedModels, progress: Progress, *, verify: bool 
     source = find_package(models.cache_dir)
 
     def convert(directory: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{EMBEDDED_MODEL}.tmp-") as scratch:
+        # Named after the conversion, so that what a killed one leaves is cleared with it.
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.") as scratch:
             convert_in_child(_checked_gguf(source, Path(scratch), progress), directory, progress)
         _add_sampling_defaults(directory / GENERATION_CONFIG)
 

