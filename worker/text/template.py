@@ -29,6 +29,13 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the chat template does not compile: {error}") from error
 
+    def _told(self, error: jinja2.TemplateError) -> str:
+        """The template's own words; what it puts together may quote a client."""
+        message = error.message
+        if message and message in self.source:
+            return message[:MAX_ERROR_CHARS]
+        return f"the chat template refuses them ({type(error).__name__})"
+
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt for the next answer to these messages. Raises InvalidRequest with the template's own message."""
         try:
@@ -40,9 +47,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except jinja2.TemplateError as error:
-            raise InvalidRequest(
-                "messages", str(error.message or "the chat template failed")[:MAX_ERROR_CHARS]
-            ) from error
+            raise InvalidRequest("messages", self._told(error)) from error
         except Exception as error:  # a template is a program, and may fail in any way
             raise InvalidRequest("messages", f"the chat template failed with {type(error).__name__}") from error
 

@@ -78,5 +78,20 @@ def test_a_template_that_does_not_compile_is_a_problem_of_the_model() -> None:
 
 def test_long_messages_of_templates_are_cut() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        render("{{ raise_exception('x' * 5000) }}")
+        render("{{ raise_exception('" + "x" * 5000 + "') }}")
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no: ' + messages[0].content) }}",
+        "{{ raise_exception(messages[0].content) }}",
+        "{{ messages[0][messages[0].content].more }}",
+    ],
+)
+def test_a_template_cannot_quote_a_message_in_its_error(source: str) -> None:
+    template = ChatTemplate(source, {})
+    with pytest.raises(InvalidRequest, match="the chat template refuses them") as caught:
+        template.render([{"role": "user", "content": "a private word"}])
+    assert "private" not in str(caught.value)
