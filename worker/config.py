@@ -7,6 +7,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from worker.tiers import BucketTable, TierTable
+
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -100,6 +102,7 @@ class WorkerConfig:
             raise ValueError(f"cpu_threads is {self.cpu_threads}, must be at most {MAX_CPU_THREADS}")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, must be in (0, 1]")
+        self._check_shapes()
         self._check_chunks()
 
     def _check_types(self) -> None:
@@ -115,6 +118,17 @@ class WorkerConfig:
                 is_right = type(value) in kinds or isinstance(value, Path) or (float in kinds and type(value) is int)
             if not is_right:
                 raise ValueError(f"{name} is {value!r}, must be {getattr(hint, '__name__', hint)}")
+
+    def _check_shapes(self) -> None:
+        """What needs no model to be seen wrong."""
+        if self.tiers is not None:
+            longest = TierTable(self.tiers, self.block_size).longest
+            if self.max_model_len is not None and longest != self.max_model_len:
+                raise ValueError(f"the last of tiers is {longest}, must be max_model_len, {self.max_model_len}")
+        if self.buckets is not None:
+            largest = BucketTable(self.buckets).largest
+            if self.max_batch is not None and largest != self.max_batch:
+                raise ValueError(f"the last of buckets is {largest}, must be max_batch, {self.max_batch}")
 
     def _check_chunks(self) -> None:
         for name in ("prefill_chunk", "prefill_chunk_when_busy"):

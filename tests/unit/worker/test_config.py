@@ -47,3 +47,20 @@ def test_a_wrong_value_is_refused_with_its_name_and_itself(name: str, value: Any
 )
 def test_a_right_value_is_taken(name: str, value: Any) -> None:
     assert getattr(WorkerConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"tiers": (1, 2, 3)}, "must be 4 ascending lengths"),
+        ({"tiers": (4, 3, 2, 1)}, "must be 4 ascending lengths"),
+        ({"tiers": (8, 16, 32, 64), "max_model_len": 128}, "must be max_model_len, 128"),
+        ({"buckets": (2, 4)}, "must ascend from 1"),
+        ({"buckets": (1, 4), "max_batch": 8}, "must be max_batch, 8"),
+    ],
+)
+def test_shapes_that_no_model_could_have_are_refused_before_one_is_loaded(
+    values: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        WorkerConfig(**values)
