@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.engine_runs import TINY, TINY_CHANGES, TINY_SHAPE, attempt, free_memory, hardware, parser
+from bench.engine_runs import TINY_CHANGES, attempt, free_memory, hardware, parser
 from bench.results_file import Results
-from bench.shapes import SHAPES, write_config
+from bench.shapes import TINY, write_config
 from worker.config import Device, WorkerConfig
 from worker.memory_measure import MeasuredMemory, measure_memory
 from worker.memory_plan import MemoryPlan, plan_memory
@@ -86,7 +86,6 @@ def compare(args: Any, kernels: str, pool: bool, results: Results, name: str) ->
 def config_of(model: str, device: Device, folder: Path, max_model_len: int, kernels: Any, pool: bool) -> WorkerConfig:
     changes: dict[str, Any] = {"max_batch": 256, "max_model_len": max_model_len, "kernels": kernels}
     if device == "cpu":
-        SHAPES[TINY] = TINY_SHAPE
         model, changes = TINY, TINY_CHANGES | {"kernels": "torch", "dtype": "float32"}
     path = write_config(model, folder)
     return WorkerConfig(model=str(path), load_format="dummy", device=device, use_graph_pool=pool, **changes)

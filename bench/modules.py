@@ -109,8 +109,7 @@ def hf_model(name: str, device: str) -> Any:
     """Random weights of a public shape; the tiny shape on the CPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from bench.engine_runs import TINY_SHAPE
-    from bench.shapes import SHAPES
+    from bench.shapes import SHAPES, TINY_SHAPE
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**(TINY_SHAPE if device == "cpu" else SHAPES[name]))

@@ -75,11 +75,24 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+TINY = "tiny"
+TINY_SHAPE: dict[str, Any] = SHAPES["smollm2-135m"] | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 499,
+    "max_position_embeddings": 256,
+}
+"""No public shape: for trying a benchmark on the CPU."""
+
 
 def write_config(name: str, folder: Path) -> Path:
     """`folder/name/config.json`, for `load_format="dummy"`."""
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     path = target / "config.json"
-    path.write_text(json.dumps(SHAPES[name]))
+    path.write_text(json.dumps(TINY_SHAPE if name == TINY else SHAPES[name]))
     return path

@@ -158,10 +158,10 @@ async def test_a_message_over_four_mebibytes_is_refused_and_one_of_just_that_bre
     request.text = "a" * (limit - 5 + extra)
     assert request.ByteSize() == limit + extra
     async with (
-        script_pool(knobs=ScriptKnobs(step_s=0.005)) as pool,
+        script_pool(knobs=ScriptKnobs(step_s=0.04)) as pool,
         grpc.aio.insecure_channel(pool.router.address, options=[("grpc.max_send_message_length", -1)]) as channel,
     ):
-        other = asyncio.create_task(pool.client.generate(PROMPT, max_tokens=100, seed=2))
+        other = asyncio.create_task(pool.client.generate(PROMPT, max_tokens=100, seed=2))  # four seconds
         call = raw_call(channel, f"/{PACKAGE}.GenerationService/Generate")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(request.SerializeToString())
