@@ -13,7 +13,7 @@ from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
 from worker.causal_lm import CausalLM, StepAttention
 from worker.config import Kernels
 from worker.decode_inputs import DecodeViews
-from worker.kernels.device import has_triton
+from worker.kernels.device import has_triton, launches_programmatically
 from worker.kv_cache import KVCache
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -111,17 +111,21 @@ class TorchKernels:
 
 
 def choose_kernels(
-    choice: Kernels, kv_cache: KVCache, *, num_heads: int, max_rows: int, gemv_rows: int = GEMV_ROWS
+    choice: Kernels, kv_cache: KVCache, *, num_heads: int, max_rows: int, gemv_rows: int | None = None
 ) -> StepKernels:
     """ "auto" takes Triton on CUDA where it is installed. Raises ValueError for a choice that cannot work here.
 
     `max_rows` is the largest decode bucket; up to `gemv_rows` rows go through matrix-vector kernels where they apply.
+    None = GEMV_ROWS on a GPU that can overlap their launches (Hopper and later), without which they do not pay; else 0.
     """
-    is_cuda = kv_cache.storage.device.type == "cuda"
+    device = kv_cache.storage.device
+    is_cuda = device.type == "cuda"
     if choice == "triton" and not (is_cuda and has_triton()):
         raise ValueError("kernels is 'triton', which needs a CUDA device and the triton package")
     if choice == "torch" or not (is_cuda and has_triton()):
         return TorchKernels(kv_cache)
     from worker.triton_kernels import TritonKernels  # triton takes a second to import
 
+    if gemv_rows is None:
+        gemv_rows = GEMV_ROWS if launches_programmatically(device) else 0
     return TritonKernels(kv_cache, num_heads=num_heads, max_rows=max_rows, gemv_rows=gemv_rows)

@@ -17,13 +17,13 @@ from worker.kernels.greedy import RowState, greedy, pick_tokens
 from worker.kv_cache import KVCache
 from worker.model.decoder import Decoder
 from worker.model.vector_step import VectorStep, vector_tiles
-from worker.step_kernels import GEMV_ROWS, Outputs
+from worker.step_kernels import Outputs
 
 
 class TritonKernels:
     """See worker.step_kernels.StepKernels. Steps must follow each other on one stream: they share a workspace."""
 
-    def __init__(self, kv_cache: KVCache, *, num_heads: int, max_rows: int, gemv_rows: int = GEMV_ROWS) -> None:
+    def __init__(self, kv_cache: KVCache, *, num_heads: int, max_rows: int, gemv_rows: int = 0) -> None:
         self.kv_cache = kv_cache
         self.gemv_rows = gemv_rows
         _, _, _, _, num_kv_heads, head_dim = kv_cache.storage.shape
