@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from cluster.config import ReplicaConfig
@@ -13,6 +12,7 @@ from cluster.replica.events import EventFanout
 from cluster.replica.server import ReplicaServer
 from worker.config import WorkerConfig
 from worker.errors import WorkerError
+from worker.model.progress import Progress
 from worker.service import EngineService
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 ENGINE_FAILED = 70
 """Exit code of a replica process whose engine ended or stalled: EX_SOFTWARE."""
-
-Progress = Callable[[str, int, int], None]
-"""(what, done, total); total 0 = not known."""
 
 log = logging.getLogger(__name__)
 

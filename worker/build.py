@@ -16,8 +16,9 @@ from worker.graph_runner import GraphOptions, GraphRunner
 from worker.graphs.backend import backend_for
 from worker.kv_cache import KVCache
 from worker.load import EngineInfo
-from worker.load_causal_lm import Progress, ServedModel, load_causal_lm
+from worker.load_causal_lm import ServedModel, load_causal_lm
 from worker.model.files import ModelFiles
+from worker.model.progress import Progress
 from worker.model.source import resolve_model
 from worker.prefix_cache import PrefixCache
 from worker.runner import EagerRunner, Runner

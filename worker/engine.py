@@ -65,6 +65,10 @@ class Engine:
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises InvalidRequest or QueueFull, and then nothing is kept of it."""
         check_request(request, self.info)
+        self.take(request)
+
+    def take(self, request: GenerateRequest) -> None:
+        """`add` for a request that `check_request` has passed already, on another thread."""
         if request.request_id in self._live:
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
         live = LiveRequest(request, self.info.max_model_len, self._clock(), self._decode)

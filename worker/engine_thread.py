@@ -145,7 +145,7 @@ class EngineThread:
 
     def _add(self, request: GenerateRequest) -> list[EngineEvent]:
         try:
-            self._engine.add(request)
+            self._engine.take(request)
         except WorkerError as error:
             return [RequestFailed(request.request_id, error)]
         return []

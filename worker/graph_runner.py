@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ from worker.graphs.dispatcher import Dispatcher, Miss
 from worker.graphs.key import GraphKey
 from worker.graphs.plan import plan_captures
 from worker.graphs.pool import GraphPool
-from worker.graphs.progress import CaptureProgress
 from worker.graphs.self_check import SelfCheck
 from worker.graphs.session import CaptureSession, SessionOptions
 from worker.kv_cache import KVCache
@@ -65,7 +64,6 @@ class GraphRunner:
         backend: CaptureBackend,
         *,
         options: GraphOptions | None = None,
-        on_progress: Callable[[CaptureProgress], None] | None = None,
     ) -> None:
         options = options or GraphOptions()
         self.eager = eager
@@ -96,7 +94,6 @@ class GraphRunner:
             dispatcher=self.dispatcher,
             options=SessionOptions(two_pass=options.two_pass),
             self_check=SelfCheck() if options.self_check else None,
-            on_progress=on_progress,
             size_of=memory.graph_bytes,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,7 @@ from worker.errors import UnsupportedModel
 from worker.model.architecture import SUPPORTED_MODEL_TYPES
 from worker.model.files import ModelFiles
 from worker.model.load import eos_token_ids, generation_defaults, load_model
-
-Progress = Callable[[str, int, int], None]
+from worker.model.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from worker.config import WorkerConfig
 from worker.graph_runner import GraphRunner
 from worker.graphs.backend import MemoryReading, backend_for
 from worker.graphs.key import GraphKey
-from worker.load_causal_lm import Progress, load_causal_lm
+from worker.load_causal_lm import load_causal_lm
 from worker.memory_plan import weights_bytes
+from worker.model.progress import Progress
 from worker.model.source import resolve_model
 from worker.shapes import choose_device, choose_dtype
 

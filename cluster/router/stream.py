@@ -52,11 +52,6 @@ class LinkStream:
         """Tokens that have arrived from the replica."""
         return self._delivered
 
-    @property
-    def cost_left(self) -> int:
-        """Tokens that are counted as outstanding on the replica."""
-        return self._cost_left
-
     def __aiter__(self) -> LinkStream:
         return self
 

@@ -1,11 +1,11 @@
-"""How long work on model files tells how far it is."""
+"""How long work at start-up tells how far it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes done, bytes in total) from the thread that does it."""
+"""Called with (what is being done, how much is done, how much there is; 0 = not known) from the thread that does it."""
 
 
 def silent(what: str, done: int, total: int) -> None:
