@@ -62,6 +62,32 @@ GRAPH_READINESS_PARTIAL: GraphReadiness.ValueType  # 2
 GRAPH_READINESS_FULL: GraphReadiness.ValueType  # 3
 Global___GraphReadiness: _TypeAlias = GraphReadiness  # noqa: Y015
 
+class _Breaker:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BreakerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Breaker.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BREAKER_UNSPECIFIED: _Breaker.ValueType  # 0
+    BREAKER_CLOSED: _Breaker.ValueType  # 1
+    """it does"""
+    BREAKER_OPEN: _Breaker.ValueType  # 2
+    """not until a pause is over"""
+    BREAKER_HALF_OPEN: _Breaker.ValueType  # 3
+    """a canary is being tried"""
+
+class Breaker(_Breaker, metaclass=_BreakerEnumTypeWrapper):
+    """Whether a router places requests on a replica."""
+
+BREAKER_UNSPECIFIED: Breaker.ValueType  # 0
+BREAKER_CLOSED: Breaker.ValueType  # 1
+"""it does"""
+BREAKER_OPEN: Breaker.ValueType  # 2
+"""not until a pause is over"""
+BREAKER_HALF_OPEN: Breaker.ValueType  # 3
+"""a canary is being tried"""
+Global___Breaker: _TypeAlias = Breaker  # noqa: Y015
+
 @_typing.final
 class GetServerInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -145,6 +171,7 @@ class ModelInfo(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    IS_DETERMINISTIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     max_model_len: _builtins.int
@@ -153,6 +180,8 @@ class ModelInfo(_message.Message):
     device: _builtins.str
     has_tokenizer: _builtins.bool
     has_chat_template: _builtins.bool
+    is_deterministic: _builtins.bool
+    """equal bits for equal requests, whatever runs beside them"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -177,10 +206,11 @@ class ModelInfo(_message.Message):
         device: _builtins.str = ...,
         has_tokenizer: _builtins.bool = ...,
         has_chat_template: _builtins.bool = ...,
+        is_deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "buckets", b"buckets", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "name", b"name", "tiers", b"tiers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "buckets", b"buckets", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "is_deterministic", b"is_deterministic", "max_model_len", b"max_model_len", "name", b"name", "tiers", b"tiers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,6 +263,13 @@ class Load(_message.Message):
     EAGER_STEPS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
+    WAITING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
+    STEP_AGE_S_FIELD_NUMBER: _builtins.int
+    PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
+    IS_PREPARING_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """sequences holding a row"""
     waiting: _builtins.int
@@ -256,6 +293,19 @@ class Load(_message.Message):
     """tokens of all sequences that were started"""
     prefix_cache_hits: _builtins.int
     """those of them that were in the prefix cache"""
+    max_rows: _builtins.int
+    """sequences that can hold a row at once"""
+    waiting_prefill_tokens: _builtins.int
+    prefill_token_ms: _builtins.float
+    """recent mean of prefill time a prompt token"""
+    predicted_ttft_s: _builtins.float
+    """of a short prompt that came now"""
+    step_age_s: _builtins.float
+    """how long the step under way has been running, 0 = none"""
+    predicted_step_s: _builtins.float
+    """how long a step may take, 0 = not known yet"""
+    is_preparing: _builtins.bool
+    """loading or capturing: steps may take longer"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierLoad]: ...
     def __init__(
@@ -276,10 +326,17 @@ class Load(_message.Message):
         eager_steps: _builtins.int = ...,
         prefix_cache_queries: _builtins.int = ...,
         prefix_cache_hits: _builtins.int = ...,
+        max_rows: _builtins.int = ...,
+        waiting_prefill_tokens: _builtins.int = ...,
+        prefill_token_ms: _builtins.float = ...,
+        predicted_ttft_s: _builtins.float = ...,
+        step_age_s: _builtins.float = ...,
+        predicted_step_s: _builtins.float = ...,
+        is_preparing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "free_blocks", b"free_blocks", "graph_replays", b"graph_replays", "outstanding_tokens", b"outstanding_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queue_age_s", b"queue_age_s", "readiness", b"readiness", "running", b"running", "step_ms", b"step_ms", "steps", b"steps", "tiers", b"tiers", "tokens_per_s", b"tokens_per_s", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager_steps", b"eager_steps", "free_blocks", b"free_blocks", "graph_replays", b"graph_replays", "is_preparing", b"is_preparing", "max_rows", b"max_rows", "outstanding_tokens", b"outstanding_tokens", "predicted_step_s", b"predicted_step_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill_token_ms", b"prefill_token_ms", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queue_age_s", b"queue_age_s", "readiness", b"readiness", "running", b"running", "step_age_s", b"step_age_s", "step_ms", b"step_ms", "steps", b"steps", "tiers", b"tiers", "tokens_per_s", b"tokens_per_s", "total_blocks", b"total_blocks", "waiting", b"waiting", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,6 +368,8 @@ class ReplicaLoad(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     ROUTER_OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
     ROUTER_STREAMS_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
+    SLOWNESS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """name"""
     address: _builtins.str
@@ -319,6 +378,9 @@ class ReplicaLoad(_message.Message):
     router_outstanding_tokens: _builtins.int
     """what the answering router itself placed there"""
     router_streams: _builtins.int
+    breaker: Global___Breaker.ValueType
+    slowness: _builtins.float
+    """the answering router's estimate against its peers: 1 = as fast, 5 = five times slower"""
     @_builtins.property
     def load(self) -> Global___Load: ...
     def __init__(
@@ -331,10 +393,12 @@ class ReplicaLoad(_message.Message):
         load: Global___Load | None = ...,
         router_outstanding_tokens: _builtins.int = ...,
         router_streams: _builtins.int = ...,
+        breaker: Global___Breaker.ValueType = ...,
+        slowness: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "load", b"load", "replica", b"replica", "router_outstanding_tokens", b"router_outstanding_tokens", "router_streams", b"router_streams", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "breaker", b"breaker", "incarnation", b"incarnation", "load", b"load", "replica", b"replica", "router_outstanding_tokens", b"router_outstanding_tokens", "router_streams", b"router_streams", "slowness", b"slowness", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,16 @@ class GenerationServiceStub(object):
                 request_serializer=protos_dot_generation__pb2.ChatRequest.SerializeToString,
                 response_deserializer=protos_dot_generation__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/graphpool.v1.GenerationService/Resume',
+                request_serializer=protos_dot_generation__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=protos_dot_generation__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.ResumeChat = channel.unary_stream(
+                '/graphpool.v1.GenerationService/ResumeChat',
+                request_serializer=protos_dot_generation__pb2.ResumeChatRequest.SerializeToString,
+                response_deserializer=protos_dot_generation__pb2.ChatResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/graphpool.v1.GenerationService/Tokenize',
                 request_serializer=protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
@@ -98,6 +108,19 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Goes on with an answer whose server was lost, after what the client has of it. Only for the tenant that asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeChat(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -131,6 +154,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
             'ChatStream': grpc.unary_stream_rpc_method_handler(
                     servicer.ChatStream,
                     request_deserializer=protos_dot_generation__pb2.ChatRequest.FromString,
+                    response_serializer=protos_dot_generation__pb2.ChatResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=protos_dot_generation__pb2.ResumeRequest.FromString,
+                    response_serializer=protos_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'ResumeChat': grpc.unary_stream_rpc_method_handler(
+                    servicer.ResumeChat,
+                    request_deserializer=protos_dot_generation__pb2.ResumeChatRequest.FromString,
                     response_serializer=protos_dot_generation__pb2.ChatResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
@@ -252,6 +285,60 @@ class GenerationService(object):
             target,
             '/graphpool.v1.GenerationService/ChatStream',
             protos_dot_generation__pb2.ChatRequest.SerializeToString,
+            protos_dot_generation__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/graphpool.v1.GenerationService/Resume',
+            protos_dot_generation__pb2.ResumeRequest.SerializeToString,
+            protos_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeChat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/graphpool.v1.GenerationService/ResumeChat',
+            protos_dot_generation__pb2.ResumeChatRequest.SerializeToString,
             protos_dot_generation__pb2.ChatResponse.FromString,
             options,
             channel_credentials,

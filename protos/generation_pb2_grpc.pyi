@@ -40,6 +40,9 @@ class GenerationServiceStub:
     Chat: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ChatRequest, _generation_pb2.ChatResponse]
     """Applies the model's chat template, then generates."""
     ChatStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.ChatRequest, _generation_pb2.ChatResponse]
+    Resume: _grpc.UnaryStreamMultiCallable[_generation_pb2.ResumeRequest, _generation_pb2.GenerateResponse]
+    """Goes on with an answer whose server was lost, after what the client has of it. Only for the tenant that asked."""
+    ResumeChat: _grpc.UnaryStreamMultiCallable[_generation_pb2.ResumeChatRequest, _generation_pb2.ChatResponse]
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
 
@@ -55,6 +58,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Chat: _aio.UnaryUnaryMultiCallable[_generation_pb2.ChatRequest, _generation_pb2.ChatResponse]  # type: ignore[assignment]
     """Applies the model's chat template, then generates."""
     ChatStream: _aio.UnaryStreamMultiCallable[_generation_pb2.ChatRequest, _generation_pb2.ChatResponse]  # type: ignore[assignment]
+    Resume: _aio.UnaryStreamMultiCallable[_generation_pb2.ResumeRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Goes on with an answer whose server was lost, after what the client has of it. Only for the tenant that asked."""
+    ResumeChat: _aio.UnaryStreamMultiCallable[_generation_pb2.ResumeChatRequest, _generation_pb2.ChatResponse]  # type: ignore[assignment]
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
 
@@ -89,6 +95,21 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     def ChatStream(
         self,
         request: _generation_pb2.ChatRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.ChatResponse], _abc.AsyncIterator[_generation_pb2.ChatResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _generation_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
+        """Goes on with an answer whose server was lost, after what the client has of it. Only for the tenant that asked."""
+
+    @_abc_1.abstractmethod
+    def ResumeChat(
+        self,
+        request: _generation_pb2.ResumeChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.ChatResponse], _abc.AsyncIterator[_generation_pb2.ChatResponse]]: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import control_pb2 as _control_pb2
 from protos import generation_pb2 as _generation_pb2
 import builtins as _builtins
@@ -19,6 +20,56 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Criticality:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CriticalityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Criticality.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CRITICALITY_UNSPECIFIED: _Criticality.ValueType  # 0
+    """CRITICAL"""
+    CRITICALITY_SHEDDABLE: _Criticality.ValueType  # 1
+    CRITICALITY_SHEDDABLE_PLUS: _Criticality.ValueType  # 2
+    CRITICALITY_CRITICAL: _Criticality.ValueType  # 3
+    CRITICALITY_CRITICAL_PLUS: _Criticality.ValueType  # 4
+
+class Criticality(_Criticality, metaclass=_CriticalityEnumTypeWrapper):
+    """What is given up first when there is too much work."""
+
+CRITICALITY_UNSPECIFIED: Criticality.ValueType  # 0
+"""CRITICAL"""
+CRITICALITY_SHEDDABLE: Criticality.ValueType  # 1
+CRITICALITY_SHEDDABLE_PLUS: Criticality.ValueType  # 2
+CRITICALITY_CRITICAL: Criticality.ValueType  # 3
+CRITICALITY_CRITICAL_PLUS: Criticality.ValueType  # 4
+Global___Criticality: _TypeAlias = Criticality  # noqa: Y015
+
+class _StreamPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StreamPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StreamPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STREAM_PHASE_UNSPECIFIED: _StreamPhase.ValueType  # 0
+    STREAM_PHASE_SCHEDULED: _StreamPhase.ValueType  # 1
+    """left the queue: it is in steps from now on"""
+    STREAM_PHASE_TRIAL_BEGAN: _StreamPhase.ValueType  # 2
+    """sent before the first step of a trial is launched"""
+    STREAM_PHASE_TRIAL_PASSED: _StreamPhase.ValueType  # 3
+    """its first steps have ended well"""
+
+class StreamPhase(_StreamPhase, metaclass=_StreamPhaseEnumTypeWrapper):
+    """How far a stream is, for whoever must know who was in a step that ended its replica."""
+
+STREAM_PHASE_UNSPECIFIED: StreamPhase.ValueType  # 0
+STREAM_PHASE_SCHEDULED: StreamPhase.ValueType  # 1
+"""left the queue: it is in steps from now on"""
+STREAM_PHASE_TRIAL_BEGAN: StreamPhase.ValueType  # 2
+"""sent before the first step of a trial is launched"""
+STREAM_PHASE_TRIAL_PASSED: StreamPhase.ValueType  # 3
+"""its first steps have ended well"""
+Global___StreamPhase: _TypeAlias = StreamPhase  # noqa: Y015
 
 @_typing.final
 class AnnounceRequest(_message.Message):
@@ -102,16 +153,32 @@ class Submit(_message.Message):
     GENERATE_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    DELIVERED_FIELD_NUMBER: _builtins.int
+    NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    IS_TRIAL_FIELD_NUMBER: _builtins.int
+    TRACE_PARENT_FIELD_NUMBER: _builtins.int
+    CRITICALITY_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     """unique on this Attach stream"""
     attempt: _builtins.int
     """1, 2, ..."""
     timeout_s: _builtins.float
     """what is left of the client's deadline; 0 = none"""
+    next_sequence: _builtins.int
+    """of the first message of this attempt"""
+    is_trial: _builtins.bool
+    """it was in a step that killed a replica: its first steps run with nothing else in them"""
+    trace_parent: _builtins.str
+    """W3C trace context, "" = not traced"""
+    criticality: Global___Criticality.ValueType
     @_builtins.property
     def generate(self) -> _generation_pb2.GenerateRequest: ...
     @_builtins.property
     def chat(self) -> _generation_pb2.ChatRequest: ...
+    @_builtins.property
+    def delivered(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.DeliveredChoice]:
+        """what earlier attempts brought: go on after it"""
+
     def __init__(
         self,
         *,
@@ -120,10 +187,15 @@ class Submit(_message.Message):
         generate: _generation_pb2.GenerateRequest | None = ...,
         chat: _generation_pb2.ChatRequest | None = ...,
         timeout_s: _builtins.float = ...,
+        delivered: _abc.Iterable[_generation_pb2.DeliveredChoice] | None = ...,
+        next_sequence: _builtins.int = ...,
+        is_trial: _builtins.bool = ...,
+        trace_parent: _builtins.str = ...,
+        criticality: Global___Criticality.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chat", b"chat", "generate", b"generate", "request", b"request", "stream_id", b"stream_id", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chat", b"chat", "criticality", b"criticality", "delivered", b"delivered", "generate", b"generate", "is_trial", b"is_trial", "next_sequence", b"next_sequence", "request", b"request", "stream_id", b"stream_id", "timeout_s", b"timeout_s", "trace_parent", b"trace_parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["generate", "chat"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
@@ -244,8 +316,10 @@ class StreamEvent(_message.Message):
     STREAM_ID_FIELD_NUMBER: _builtins.int
     RESPONSE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
+    phase: Global___StreamPhase.ValueType
     end: _builtins.bool
     """nothing follows for this stream"""
     @_builtins.property
@@ -258,13 +332,14 @@ class StreamEvent(_message.Message):
         stream_id: _builtins.int = ...,
         response: _generation_pb2.GenerateResponse | None = ...,
         error: Global___StreamError | None = ...,
+        phase: Global___StreamPhase.ValueType = ...,
         end: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "response", b"response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "phase", b"phase", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "error", b"error", "kind", b"kind", "response", b"response", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "error", b"error", "kind", b"kind", "phase", b"phase", "response", b"response", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["response", "error"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["response", "error", "phase"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
