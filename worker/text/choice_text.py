@@ -16,6 +16,8 @@ PROMPT_CONTEXT = 8
 KEPT_CONTEXT = 4
 MAX_WINDOW = 24
 """Ids decoded again for every token; a longer window is cut back to KEPT_CONTEXT ids or a few more."""
+MAX_RUN = 64
+"""Ids decoded together at most."""
 MAX_PENDING = 16
 """Ids without a whole character at their end before all but the last are taken for bytes that never become one."""
 
@@ -45,10 +47,17 @@ class ChoiceText:
         self._window = _Window(decode, prompt_token_ids)
         self._stops = StopStrings(stop, include_stop=include_stop)
         self._stopped = False
+        self.has_stops = bool(stop)
+        """Whether a token may end the answer by its text."""
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """The text these tokens bring. After a stop string, and for the tokens after it, there is no more text."""
+        """The text these tokens bring. After a stop string, and for the tokens after it, there is no more text.
+
+        Many tokens at once cost little more than one, unless there are stop strings: those end at a certain token.
+        """
         shown = []
+        if not self.has_stops and not self._stopped:
+            return TextDelta(self._window.push_all(token_ids))
         for token_id in token_ids:
             if self._stopped:
                 break
@@ -84,6 +93,23 @@ class _Window:
         self._shown = ""
         """Text of the pending ids that was shown already."""
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(
+            self._push_run(token_ids[start : start + MAX_RUN]) for start in range(0, len(token_ids), MAX_RUN)
+        )
+
+    def _push_run(self, token_ids: Sequence[int]) -> str:
+        """Several ids by one decoding if whole characters end with them, else one by one."""
+        if len(token_ids) > 1:
+            ids = [*self._ids, *token_ids]
+            text = self._decode(ids)
+            known = self._known(text)
+            if known is not None and not _half_character(text):
+                self._ids = ids
+                self._settle(text)
+                return text[len(known) :]
+        return "".join(self.push(token_id) for token_id in token_ids)
+
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(self._ids)
@@ -100,16 +126,20 @@ class _Window:
                 self._settled = [known.removesuffix(self._shown)]
                 self._shown += new
             return new
-        self._settled, self._shown = [text], ""
-        self._ends.append(len(self._ids))
-        if len(self._ids) > MAX_WINDOW:
-            self._cut()
+        self._settle(text)
         return new
 
     def finish(self) -> str:
         text = self._decode(self._ids)
         known = self._known(text)
         return self._start_over() if known is None else text[len(known) :]
+
+    def _settle(self, text: str) -> None:
+        """All of `text` is shown, and no id is pending."""
+        self._settled, self._shown = [text], ""
+        self._ends.append(len(self._ids))
+        if len(self._ids) > MAX_WINDOW:
+            self._cut()
 
     def _known(self, text: str) -> str | None:
         """The beginning of `text` that was shown or belongs to the prompt; None if it reads otherwise now."""
