@@ -132,6 +132,8 @@ class ReplicaConfig:
     """Between announcements, unless the router asks for another pace."""
     inline_text_bytes: int = 4096
     """Longer texts are tokenised on a thread of their own."""
+    enable_fault_injection: bool = False
+    """Offer FaultService, which breaks this replica on request; on loopback only. For tests."""
     keepalive: Keepalive = field(default_factory=Keepalive)
     """Of routers' and of direct clients' connections."""
 

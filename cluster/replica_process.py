@@ -12,6 +12,7 @@ from cluster.replica.events import EventFanout
 from cluster.replica.server import ReplicaServer
 from worker.config import WorkerConfig
 from worker.errors import WorkerError
+from worker.faults import Faults
 from worker.model.progress import Progress
 from worker.service import EngineService
 
@@ -41,7 +42,8 @@ class ReplicaProcess:
         open, an engine that fails ends the whole process: nothing about a broken CUDA context can be mended in it.
         """
         events = EventFanout()
-        built = await asyncio.to_thread(_build, worker, events, progress)
+        faults = Faults() if config.enable_fault_injection else None
+        built = await asyncio.to_thread(_build, worker, events, progress, faults)
         server = ReplicaServer(
             config,
             built.engine,
@@ -49,6 +51,7 @@ class ReplicaProcess:
             events=events,
             generation_defaults=built.generation_defaults,
             on_failure=end_process,
+            faults=faults,
         )
         try:
             await server.start()
@@ -64,10 +67,10 @@ class ReplicaProcess:
         await asyncio.to_thread(self.engine.stop)
 
 
-def _build(worker: WorkerConfig, events: EventFanout, progress: Progress | None) -> BuiltEngine:
+def _build(worker: WorkerConfig, events: EventFanout, progress: Progress | None, faults: Faults | None) -> BuiltEngine:
     from worker.build import build_engine
 
-    return build_engine(worker, events, progress=progress)
+    return build_engine(worker, events, progress=progress, faults=faults)
 
 
 def end_process(error: WorkerError) -> NoReturn:

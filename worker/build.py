@@ -12,6 +12,8 @@ from worker.block_pool import BlockPool
 from worker.config import WorkerConfig
 from worker.engine import Engine, EngineParts
 from worker.engine_thread import EngineThread
+from worker.faults import Faults
+from worker.faulty_runner import FaultyRunner
 from worker.graph_runner import GraphOptions, GraphRunner
 from worker.graphs.backend import backend_for
 from worker.kv_cache import KVCache
@@ -45,8 +47,12 @@ def build_engine(
     *,
     progress: Progress | None = None,
     on_death: Callable[[BaseException], None] | None = None,
+    faults: Faults | None = None,
 ) -> BuiltEngine:
-    """Load the model and start its engine. Raises ModelLoadError, or ValueError for a configuration that cannot work."""
+    """Load the model and start its engine. Raises ModelLoadError, or ValueError for a configuration that cannot work.
+
+    With `faults`, every step meets those that are armed.
+    """
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     files = resolve_model(config.model, load_format=config.load_format, cache_dir=config.cache_dir, progress=progress)
@@ -55,6 +61,8 @@ def build_engine(
     served = load_causal_lm(config, files, device=device, dtype=dtype, progress=progress)
     text = TextProcessor.from_files(files) if files.has_tokenizer else None
     engine = create_engine(config, files, served, text)
+    if faults is not None:
+        engine.runner = FaultyRunner(engine.runner, engine.kv_cache, faults)
     if config.capture == "startup":
         prepare(engine, progress)
     return BuiltEngine(EngineThread(engine, sink, on_death=on_death), text, served.generation_defaults)

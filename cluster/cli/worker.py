@@ -54,6 +54,14 @@ def worker(
     flush_ms: options.FlushMs = 8.0,
     drain_s: options.DrainS = 30.0,
     insecure: options.Insecure = False,
+    enable_fault_injection: Annotated[
+        bool,
+        typer.Option(
+            "--enable-fault-injection",
+            help="Let callers on this machine break this replica (FaultService). For tests.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = False,
 ) -> None:
     """Run one replica without Ray: it answers clients itself, and requests of the routers it announces itself to.
 
@@ -89,6 +97,7 @@ def worker(
             routers=tuple(announce or ()),
             flush_interval_ms=flush_ms,
             max_flush_interval_ms=max(64.0, flush_ms),
+            enable_fault_injection=enable_fault_injection,
         )
     run_until_stopped(lambda: _serve(engine, config, drain_s))
 

@@ -26,6 +26,7 @@ from cluster.replica.announcer import Announcer
 from cluster.replica.attach import AttachServicer
 from cluster.replica.engine_backend import EngineBackend
 from cluster.replica.events import EventFanout
+from cluster.replica.faults import add_faults
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.lifecycle import Lifecycle, State
 from cluster.replica.text import TextProcessor, Texts
@@ -33,6 +34,7 @@ from cluster.transport import bind, create_server, offer_reflection
 from cluster.version import version
 from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from worker.errors import Draining, WorkerError
+from worker.faults import Faults
 from worker.service import EngineService
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class ReplicaServer:
 
     `events` is the sink the engine was made with. `on_failure` is called on the event loop once the engine is dead or
     stalled and its clients have been told: the process should then exit non-zero. The server does not stop the engine.
+    `faults` are those the engine was made with; they are offered only if the config says so.
     """
 
     def __init__(
@@ -56,11 +59,13 @@ class ReplicaServer:
         events: EventFanout,
         generation_defaults: Mapping[str, Any] = NO_DEFAULTS,
         on_failure: Callable[[WorkerError], None] | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
         self._events = events
         self._on_failure = on_failure
+        self._faults = faults
         self._started_s = time.monotonic()
         self._incarnation = create_incarnation()
         self._lifecycle = Lifecycle()
@@ -173,6 +178,7 @@ class ReplicaServer:
         replica_pb2_grpc.add_ReplicaServiceServicer_to_server(self._attach, server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, server)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._backend), server)
+        add_faults(server, self._config, self._faults)
         await self._health.start(server)
         if self._config.reflection:
             services = (attach.SERVICE, generation.SERVICE, control.SERVICE, health.SERVICE)

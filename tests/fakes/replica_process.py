@@ -20,6 +20,7 @@ from cluster.config import ReplicaConfig, from_mapping
 from cluster.replica.events import EventFanout
 from cluster.replica.server import ReplicaServer
 from tests.fakes.script_engine import ScriptEngine, ScriptKnobs, ScriptText
+from worker.faults import Faults
 
 ENGINE_FAILED = 70
 
@@ -73,8 +74,15 @@ async def replica_process(
 
 async def serve(config: ReplicaConfig, knobs: ScriptKnobs) -> None:
     events = EventFanout()
-    engine = ScriptEngine(events, knobs)
-    server = ReplicaServer(config, engine, ScriptText(), events=events, on_failure=lambda _: os._exit(ENGINE_FAILED))
+    engine = ScriptEngine(events, knobs, faults=Faults())
+    server = ReplicaServer(
+        config,
+        engine,
+        ScriptText(),
+        events=events,
+        on_failure=lambda _: os._exit(ENGINE_FAILED),
+        faults=engine.faults,
+    )
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await server.start()

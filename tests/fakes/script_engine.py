@@ -19,6 +19,7 @@ from worker.errors import (
     QueueFull,
     WorkerError,
 )
+from worker.faults import Faults, InjectedCrash
 from worker.load import EngineInfo, GraphReadiness, LoadSnapshot, TierLoad
 from worker.request import ChoiceDelta, EngineEvent, FinishReason, GenerateRequest, Logprob, RequestFailed, Timings
 from worker.sampling import check_token_ids
@@ -91,8 +92,9 @@ class ScriptEngine:
     It ends answers at `max_tokens`, or at a stop token; stop strings are left to engines that have text.
     """
 
-    def __init__(self, sink: EventSink, knobs: ScriptKnobs | None = None) -> None:
+    def __init__(self, sink: EventSink, knobs: ScriptKnobs | None = None, *, faults: Faults | None = None) -> None:
         self.knobs = knobs or ScriptKnobs()
+        self.faults = faults or Faults()
         self.cancelled: list[str] = []
         self._sink = sink
         self._lock = threading.Condition()
@@ -187,7 +189,7 @@ class ScriptEngine:
             while not self._is_stopping:
                 if self._wait_for_work():
                     self._step()
-        except _ScriptedCrash as error:
+        except (_ScriptedCrash, InjectedCrash) as error:
             self._death = error
         self._end()
 
@@ -202,7 +204,10 @@ class ScriptEngine:
             return bool(self._rows)
 
     def _step(self) -> None:
-        self._busy_since_s = time.monotonic()
+        started_s = self._busy_since_s = time.monotonic()
+        with self._lock:
+            rows = [(row.request.prompt_token_ids, row.position) for row in self._rows.values()]
+        self.faults.before_step(rows)
         while self._is_hanging and not self._is_stopping:
             time.sleep(0.01)
         if self.knobs.step_s:
@@ -212,6 +217,8 @@ class ScriptEngine:
         self._steps += 1
         with self._lock:
             events = list(itertools.chain.from_iterable(self._advance(row) for row in tuple(self._rows.values())))
+        self.faults.before_read()
+        self.faults.after_step(time.monotonic() - started_s)
         self._busy_since_s = None
         if events:
             self._sink(events)
@@ -221,6 +228,8 @@ class ScriptEngine:
         if request.deadline_s is not None and time.monotonic() >= request.deadline_s:
             return self._fail(row, DeadlineExceeded())
         if row.position >= 2 and request.prompt_token_ids == knobs.fail_on_prompt:
+            return self._fail(row, NumericalError())
+        if self.faults.meets("nan", request.prompt_token_ids, row.position):
             return self._fail(row, NumericalError())
         start, row.position = row.position, row.position + knobs.tokens_per_step
         if row.first_token_s is None:
