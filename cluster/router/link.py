@@ -124,9 +124,19 @@ class Link:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def open(
-        self, request: AnyRequest, *, attempt: int, timeout_s: float | None, prompt_cost: int, cost: int
+        self,
+        request: AnyRequest,
+        *,
+        attempt: int,
+        timeout_s: float | None,
+        prompt_cost: int,
+        cost: int,
+        submit: replica_pb2.Submit | None = None,
     ) -> LinkStream:
-        """Give the replica a request that counts as `cost` tokens, `prompt_cost` of them until its first piece."""
+        """Give the replica a request that counts as `cost` tokens, `prompt_cost` of them until its first piece.
+
+        `submit` brings what else goes with it, such as what earlier attempts delivered; it is used up.
+        """
         if self._connection is None:
             raise ReplicaLost(self.name)
         stream_id = next(self._numbers)
@@ -134,7 +144,8 @@ class Link:
         stream = LinkStream(self, stream_id, prompt_cost=prompt_cost, cost=cost, limit=limit)
         self._streams[stream_id] = stream
         self.outstanding_tokens += cost
-        submit = replica_pb2.Submit(stream_id=stream_id, attempt=attempt, timeout_s=timeout_s or 0.0)
+        submit = submit or replica_pb2.Submit()
+        submit.stream_id, submit.attempt, submit.timeout_s = stream_id, attempt, timeout_s or 0.0
         if isinstance(request, generation_pb2.GenerateRequest):
             submit.generate.CopyFrom(request)
         else:
