@@ -71,7 +71,12 @@ async def start_replica(
     engine = ScriptEngine(events, knobs)
     failures: list[WorkerError] = []
     server = ReplicaServer(
-        config or ReplicaConfig(), engine, text or ScriptText(), events=events, on_failure=failures.append
+        config or ReplicaConfig(),
+        engine,
+        text or ScriptText(),
+        events=events,
+        on_failure=failures.append,
+        faults=engine.faults,
     )
     await server.start()
     return ScriptReplica(server, engine, failures)
