@@ -70,6 +70,13 @@ def load_to_proto(load: LoadSnapshot) -> control_pb2.Load:
         eager_steps=load.eager_steps,
         prefix_cache_queries=load.prefix_cache_queries,
         prefix_cache_hits=load.prefix_cache_hits,
+        max_rows=load.max_rows,
+        waiting_prefill_tokens=load.waiting_prefill_tokens,
+        prefill_token_ms=load.prefill_token_ms,
+        predicted_ttft_s=load.predicted_ttft_s,
+        step_age_s=load.step_age_s,
+        predicted_step_s=load.predicted_step_s,
+        is_preparing=load.is_preparing,
     )
 
 

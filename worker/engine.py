@@ -159,6 +159,9 @@ class Engine:
         return self.meter.snapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
+            max_rows=scheduler.buckets.largest,
+            waiting_prefill_tokens=scheduler.num_prefill_tokens,
+            predicted_step_s=self.predict_s(),
             outstanding_tokens=sum(sequence.outstanding_tokens for sequence in scheduler.sequences()),
             tiers=scheduler.tier_loads(),
             free_blocks=scheduler.pool.num_free,
@@ -198,6 +201,7 @@ class Engine:
 
     def _finish(self, live: LiveRequest, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
+        self.meter.finish(sequence.num_generated)
         if live.is_finished:
             del self._live[live.request.request_id]
 

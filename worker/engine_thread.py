@@ -71,8 +71,12 @@ class EngineThread:
         self._commands.put(lambda: self._engine.cancel(request_id))
 
     def load(self) -> LoadSnapshot:
-        """See EngineService; at most LOAD_INTERVAL_S old while steps run, and its graphs IDLE_WAIT_S more after them."""
-        return self._load
+        """See EngineService; at most LOAD_INTERVAL_S old while steps run, and its graphs IDLE_WAIT_S more after them.
+
+        The age of the step under way is that of this moment, so that it also grows when the step does not end.
+        """
+        watch = self._progress
+        return replace(self._load, step_age_s=watch.age_s(time.monotonic()), is_preparing=watch.is_preparing)
 
     def check(self) -> None:
         """See EngineService."""
@@ -123,7 +127,7 @@ class EngineThread:
             has_work=self._engine.has_work, since_last_s=since_s, last_took_s=self._preparing_took_s
         ):
             return
-        self._progress.begin(started_s, None)
+        self._progress.begin(started_s, None, is_preparing=True)
         events = self._engine.flush()
         self._is_prepared = not self._engine.prepare_next()
         self._progress.end()

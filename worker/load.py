@@ -77,6 +77,20 @@ class LoadSnapshot:
     prefix_cache_queries: int = 0
     """Tokens of all sequences that were started; of these, `prefix_cache_hits` were in the cache."""
     prefix_cache_hits: int = 0
+    max_rows: int = 0
+    """Sequences that can hold a row at once."""
+    waiting_prefill_tokens: int = 0
+    """Prompt tokens not computed yet, of sequences that wait or run."""
+    prefill_token_ms: float = 0.0
+    """Recent mean of the time a prompt token takes."""
+    predicted_ttft_s: float = 0.0
+    """Time to first token of a short prompt that came now."""
+    step_age_s: float = 0.0
+    """How long the step under way has been running; 0 = none is."""
+    predicted_step_s: float = 0.0
+    """How long a step may take; 0 = not known yet."""
+    is_preparing: bool = False
+    """Loading or capturing: steps may take longer."""
     preemptions: int = 0
     """Rows taken back from sequences because blocks had run out."""
     wasted_rows: int = 0

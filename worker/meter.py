@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from worker.batch import Batch
+from worker.forecast import predict_ttft_s
 from worker.load import GraphReadiness, LoadSnapshot, TierLoad
 
 WEIGHT = 0.1
@@ -21,6 +22,8 @@ class StepMeter:
         self.graph_replays = 0
         self.decode_step_s: float | None = None
         self.prefill_token_s: float | None = None
+        self.answer_tokens: float | None = None
+        """Recent mean length of answers."""
         self._token_s: float | None = None
         self._longest_s: float | None = None
 
@@ -35,6 +38,10 @@ class StepMeter:
         else:
             self.prefill_token_s = _mean(self.prefill_token_s, took_s / batch.num_tokens)
 
+    def finish(self, num_generated: int) -> None:
+        """Count one complete answer."""
+        self.answer_tokens = _mean(self.answer_tokens, num_generated)
+
     def predict_s(self, max_prefill_tokens: int) -> float | None:
         """How long the longest step may take that could come next; None before the first."""
         if self._longest_s is None:
@@ -46,7 +53,9 @@ class StepMeter:
         *,
         running: int,
         waiting: int,
+        max_rows: int,
         outstanding_tokens: int,
+        waiting_prefill_tokens: int,
         tiers: tuple[TierLoad, ...],
         free_blocks: int,
         total_blocks: int,
@@ -56,11 +65,25 @@ class StepMeter:
         readiness: GraphReadiness,
         preemptions: int,
         wasted_rows: int,
+        predicted_step_s: float | None,
     ) -> LoadSnapshot:
         """The engine's numbers and these counters as one reading."""
         return LoadSnapshot(
             running=running,
             waiting=waiting,
+            max_rows=max_rows,
+            waiting_prefill_tokens=waiting_prefill_tokens,
+            prefill_token_ms=1e3 * (self.prefill_token_s or 0.0),
+            predicted_ttft_s=predict_ttft_s(
+                num_ahead=waiting,
+                num_free_rows=max_rows - running,
+                max_rows=max_rows,
+                prefill_tokens=waiting_prefill_tokens,
+                prefill_token_s=self.prefill_token_s or 0.0,
+                decode_step_s=self.decode_step_s or 0.0,
+                answer_tokens=self.answer_tokens or 0.0,
+            ),
+            predicted_step_s=predicted_step_s or 0.0,
             outstanding_tokens=outstanding_tokens,
             tiers=tiers,
             free_blocks=free_blocks,

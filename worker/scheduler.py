@@ -62,6 +62,11 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens still to be computed before those sequences that do not decode yet can."""
+        return sum(sequence.num_uncomputed for sequence in self.sequences() if not sequence.is_decoding)
+
     def add(self, sequences: list[Sequence]) -> None:
         """Queue the choices of one request, all or none. Raises QueueFull."""
         if len(self.waiting) + len(sequences) > self.max_waiting:

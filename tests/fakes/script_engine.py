@@ -20,6 +20,7 @@ from worker.errors import (
     WorkerError,
 )
 from worker.faults import Faults, InjectedCrash
+from worker.forecast import predict_ttft_s
 from worker.load import EngineInfo, GraphReadiness, LoadSnapshot, TierLoad
 from worker.request import ChoiceDelta, EngineEvent, FinishReason, GenerateRequest, Logprob, RequestFailed, Timings
 from worker.sampling import check_token_ids
@@ -59,6 +60,8 @@ class ScriptKnobs:
     """Steps do not end."""
     hang_after_steps: int | None = None
     """The same, from that step on."""
+    is_preparing: bool = False
+    """The load says that steps may take longer."""
     stall_s: float = 0.5
     """A step that takes longer than this counts as stalled."""
     fail_on_prompt: tuple[int, ...] | None = None
@@ -102,6 +105,7 @@ class ScriptEngine:
         self._rows: dict[str, _Row] = {}
         self._steps = 0
         self._num_tokens = 0
+        self._answer_tokens = 0.0
         self._is_draining = self._is_stopping = False
         self._death: Exception | None = None
         self._busy_since_s: float | None = None
@@ -148,6 +152,7 @@ class ScriptEngine:
             rows, waiting = list(self._rows.values()), list(self._waiting)
         left = [max(0, one.length - row.position) for row in (*rows, *waiting) for one in row.choices]
         free = self.knobs.max_rows - len(rows)
+        now_s, busy_since_s = time.monotonic(), self._busy_since_s
         return LoadSnapshot(
             running=len(rows),
             waiting=len(waiting),
@@ -160,6 +165,19 @@ class ScriptEngine:
             step_ms=1000 * self.knobs.step_s,
             eager_steps=self._steps,
             readiness=GraphReadiness(self.knobs.readiness),
+            max_rows=self.knobs.max_rows,
+            predicted_ttft_s=predict_ttft_s(
+                num_ahead=len(waiting),
+                num_free_rows=free,
+                max_rows=self.knobs.max_rows,
+                prefill_tokens=0,
+                prefill_token_s=0.0,
+                decode_step_s=self.knobs.step_s,
+                answer_tokens=self._answer_tokens / self.knobs.tokens_per_step,
+            ),
+            step_age_s=0.0 if busy_since_s is None else now_s - busy_since_s,
+            predicted_step_s=self.knobs.step_s,
+            is_preparing=self.knobs.is_preparing,
         )
 
     def check(self) -> None:
@@ -239,6 +257,7 @@ class ScriptEngine:
         ]
         if all(row.position >= choice.length for choice in row.choices):
             del self._rows[request.request_id]
+            self._answer_tokens += 0.1 * (row.position - self._answer_tokens) if self._answer_tokens else row.position
         return events
 
     def _delta(self, row: _Row, index: int, choice: _Choice, start: int) -> ChoiceDelta:

@@ -180,3 +180,14 @@ def test_a_first_step_may_take_longer() -> None:
     watch = ProgressWatch()
     watch.begin(0.0, predicted_s=None)
     watch.check(FIRST_STEP_S)
+
+
+def test_the_load_of_an_engine_whose_step_does_not_end_shows_its_age_growing() -> None:
+    with running(step_s=0.4) as (engine, sink, _, _):
+        engine.submit(request("r", max_tokens=2))
+        ages = []
+        for _ in range(8):
+            time.sleep(0.1)
+            ages.append(engine.load().step_age_s)
+        sink.wait_for(ended("r"))
+    assert max(ages) > 0.2
