@@ -16,7 +16,10 @@
     ├── AnswerTooLarge          the whole answer does not fit one message
     ├── MessageTooLarge         the request is over the limit of a message
     ├── MalformedMessage        the bytes are not a message of this method
-    └── NotReady                the replica has not loaded its model, or failed to
+    ├── NotReady                the replica has not loaded its model, or failed to
+    ├── Unauthenticated         the caller did not say who it is, or nobody knows it
+    ├── NotPermitted            the caller may not do this
+    └── QuotaExceeded           the tenant has used what it may
 
 Arguments go to `super().__init__` unchanged so that every error survives pickling across process borders. No message
 holds text of a prompt or of an answer.
@@ -211,3 +214,37 @@ class NotReady(ClusterError):
 
     def __str__(self) -> str:
         return f"the replica is {self.state}"
+
+
+class Unauthenticated(ClusterError):
+    """Nobody knows who calls; `problem` says what is missing, never what was shown."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class NotPermitted(ClusterError):
+    """The caller is known, and this is not for it."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class QuotaExceeded(ClusterError):
+    """The tenant has used what it may; `limit` says what that is."""
+
+    def __init__(self, limit: str, retry_after_s: float) -> None:
+        super().__init__(limit, retry_after_s)
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return f"the tenant's quota of {self.limit} is used up"

@@ -55,6 +55,9 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     cluster_errors.MessageTooLarge: _Code.RESOURCE_EXHAUSTED,
     cluster_errors.MalformedMessage: _Code.INVALID_ARGUMENT,
     cluster_errors.NotReady: _Code.FAILED_PRECONDITION,
+    cluster_errors.Unauthenticated: _Code.UNAUTHENTICATED,
+    cluster_errors.NotPermitted: _Code.PERMISSION_DENIED,
+    cluster_errors.QuotaExceeded: _Code.RESOURCE_EXHAUSTED,
 }
 """Every error type but RemoteError, which carries its own code. A type that is missing here takes its base's code."""
 

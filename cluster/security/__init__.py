@@ -1,0 +1,1 @@
+"""Who may do what on a server: certificates, tokens, tenants and their quotas."""
