@@ -48,7 +48,7 @@ class TcpProxy:
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=CHUNK_BYTES)
-        self.address = "127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -120,7 +120,7 @@ class TcpProxy:
                 if not way.is_blackhole:
                     await queue.put((loop.time() + way.delay_s, chunk))
         # The end of a stream vanishes in a black hole like everything else.
-        while self._direction(is_to_target).is_blackhole:
+        while self._direction(is_to_target).is_blackhole:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await queue.put((loop.time() + self._direction(is_to_target).delay_s, b""))
         await sender
