@@ -41,6 +41,9 @@ EXAMPLES: list[tuple[Exception, grpc.StatusCode]] = [
     (cluster_errors.MessageTooLarge(8, 4), Code.RESOURCE_EXHAUSTED),
     (cluster_errors.MalformedMessage("GenerateRequest"), Code.INVALID_ARGUMENT),
     (cluster_errors.NotReady("starting"), Code.FAILED_PRECONDITION),
+    (cluster_errors.Unauthenticated("no token"), Code.UNAUTHENTICATED),
+    (cluster_errors.NotPermitted("not for users"), Code.PERMISSION_DENIED),
+    (cluster_errors.QuotaExceeded("8 tokens a second", 0.5), Code.RESOURCE_EXHAUSTED),
 ]
 
 
