@@ -1,0 +1,210 @@
+"""Turns of tenants in front of a pool that is full: deficit round robin over tokens, and a gate that uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from cluster.errors import QuotaExceeded
+from worker.errors import DeadlineExceeded
+
+QUANTUM_TOKENS = 512.0
+"""What a tenant of weight 1 may spend in one round; a smaller one is fairer over short times, and takes more rounds."""
+HEADROOM = 8
+"""One row in so many is kept for tenants that hold less than their share, so that they need not wait for an end."""
+RETRY_S = 0.5
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Flow(Generic[T]):
+    weight: float = 1.0
+    deficit: float = 0.0
+    waiting: deque[tuple[float, T]] = field(default_factory=deque)
+
+
+class FairQueue(Generic[T]):
+    """Deficit round robin: each tenant with something waiting spends `quantum` times its weight a round.
+
+    A tenant that sends ten times as much waits ten times as long; the others do not notice. What it did not spend it
+    keeps for the next round, but only while something of it waits.
+    """
+
+    def __init__(self, quantum: float = QUANTUM_TOKENS) -> None:
+        self._quantum = quantum
+        self._flows: dict[str, _Flow[T]] = {}
+        self._round: deque[str] = deque()
+        """Tenants with something waiting; the first is at its turn."""
+        self._is_served = False
+        """Whether the first has had its quantum of this round."""
+
+    def __len__(self) -> int:
+        return sum(len(flow.waiting) for flow in self._flows.values())
+
+    @property
+    def tenants(self) -> list[str]:
+        """Those with something waiting."""
+        return list(self._round)
+
+    def num_waiting(self, tenant: str) -> int:
+        """Of one tenant."""
+        flow = self._flows.get(tenant)
+        return 0 if flow is None else len(flow.waiting)
+
+    def push(self, tenant: str, cost: float, item: T, *, weight: float = 1.0) -> None:
+        """Behind what the tenant has waiting."""
+        flow = self._flows.get(tenant)
+        if flow is None:
+            flow = self._flows[tenant] = _Flow()
+            self._round.append(tenant)
+        flow.weight = weight
+        flow.waiting.append((cost, item))
+
+    def pop(self, may_go: Callable[[T], bool] = lambda _: True) -> T | None:
+        """Whose turn it is, among tenants whose first item `may_go`; None when there is none."""
+        held = {tenant for tenant, flow in self._flows.items() if not may_go(flow.waiting[0][1])}
+        if len(held) == len(self._flows):
+            return None
+        while True:
+            tenant = self._round[0]
+            flow = self._flows[tenant]
+            if tenant in held:
+                self._next()
+                continue
+            if not self._is_served:
+                flow.deficit += self._quantum * flow.weight
+                self._is_served = True
+            cost, item = flow.waiting[0]
+            if cost > flow.deficit:
+                self._next()
+                continue
+            flow.deficit -= cost
+            flow.waiting.popleft()
+            self._drop_if_empty(tenant)
+            return item
+
+    def remove(self, tenant: str, item: T) -> None:
+        """It waits no more."""
+        flow = self._flows.get(tenant)
+        if flow is not None:
+            flow.waiting = deque(entry for entry in flow.waiting if entry[1] is not item)
+            self._drop_if_empty(tenant)
+
+    def _next(self) -> None:
+        self._round.rotate(-1)
+        self._is_served = False
+
+    def _drop_if_empty(self, tenant: str) -> None:
+        if self._flows[tenant].waiting:
+            return
+        del self._flows[tenant]
+        if self._round[0] == tenant:
+            self._is_served = False
+        self._round.remove(tenant)
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    tenant: str
+    rows: int
+    come: asyncio.Future[None]
+
+
+class FairGate:
+    """Lets requests through while the pool has rows for them, then in turns of their tenants.
+
+    `capacity` tells the rows of the pool now; one request is always let through. Some rows are kept for tenants with
+    less than their share. It fails to be fair over times shorter than the longest answers: nothing that runs is ended.
+    """
+
+    def __init__(self, capacity: Callable[[], int], *, max_waiting: int = 1024) -> None:
+        self._capacity = capacity
+        self._max_waiting = max_waiting
+        self._queue: FairQueue[_Turn] = FairQueue()
+        self._rows: dict[str, int] = {}
+        self._used = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._queue)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the requests that were let through and have not ended."""
+        return self._used
+
+    @contextlib.asynccontextmanager
+    async def turn(
+        self, tenant: str, *, cost: float, rows: int, weight: float = 1.0, timeout_s: float | None = None
+    ) -> AsyncIterator[None]:
+        """Wait for the request's turn, and hold its rows for the block.
+
+        Raises QuotaExceeded when too many of the tenant wait already, DeadlineExceeded when its turn does not come.
+        """
+        await self._wait(tenant, cost, rows, weight, timeout_s)
+        try:
+            yield
+        finally:
+            self._release(tenant, rows)
+
+    def look_again(self) -> None:
+        """The capacity has changed."""
+        while (turn := self._queue.pop(self._may_go)) is not None:
+            self._hold(turn.tenant, turn.rows)
+            turn.come.set_result(None)
+
+    async def _wait(self, tenant: str, cost: float, rows: int, weight: float, timeout_s: float | None) -> None:
+        turn = _Turn(tenant, rows, asyncio.get_running_loop().create_future())
+        if not self._queue.num_waiting(tenant) and self._may_go(turn):
+            self._hold(tenant, rows)
+            return
+        if self._queue.num_waiting(tenant) >= self._max_waiting:
+            raise QuotaExceeded(f"{self._max_waiting} waiting requests", RETRY_S)
+        self._queue.push(tenant, cost, turn, weight=weight)
+        self.look_again()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await turn.come
+        except TimeoutError:
+            self._leave(turn)
+            raise DeadlineExceeded from None
+        except BaseException:
+            self._leave(turn)
+            raise
+
+    def _leave(self, turn: _Turn) -> None:
+        """It gave up: while it waited, or in the very moment its turn came."""
+        if turn.come.done() and not turn.come.cancelled():
+            self._release(turn.tenant, turn.rows)
+        else:
+            self._queue.remove(turn.tenant, turn)
+
+    def _may_go(self, turn: _Turn) -> bool:
+        capacity, used = self._capacity(), self._used
+        if not used:
+            return True
+        if used + turn.rows > capacity:
+            return False
+        own = self._rows.get(turn.tenant, 0)
+        num_tenants = len({*self._rows, *self._queue.tenants, turn.tenant})
+        has_its_share = own + turn.rows > capacity / max(2, num_tenants)
+        return not has_its_share or used + turn.rows <= capacity - capacity // HEADROOM
+
+    def _hold(self, tenant: str, rows: int) -> None:
+        self._used += rows
+        self._rows[tenant] = self._rows.get(tenant, 0) + rows
+
+    def _release(self, tenant: str, rows: int) -> None:
+        self._used -= rows
+        left = self._rows[tenant] - rows
+        if left:
+            self._rows[tenant] = left
+        else:
+            del self._rows[tenant]
+        self.look_again()

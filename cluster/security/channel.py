@@ -1,0 +1,91 @@
+"""Channels that say who calls and make sure of whom they call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cluster.config import is_loopback, split_address
+from cluster.security.config import ClientSecurity
+from cluster.security.tokens import bearer_metadata
+
+OVERRIDE = "grpc.ssl_target_name_override"
+
+
+class TokenChannel:
+    """A channel, of either kind, whose every call carries a token.
+
+    Calls take the token's metadata as an argument and nothing else is put between: an interceptor would cost every
+    message of a stream. `token` is asked at each call.
+    """
+
+    def __init__(self, channel: Any, token: Callable[[], str]) -> None:
+        self._channel = channel
+        self._token = token
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See grpc.Channel; the three below too."""
+        return self._with_token(self._channel.unary_unary(*arguments, **options))
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See grpc.Channel."""
+        return self._with_token(self._channel.unary_stream(*arguments, **options))
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See grpc.Channel."""
+        return self._with_token(self._channel.stream_unary(*arguments, **options))
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See grpc.Channel."""
+        return self._with_token(self._channel.stream_stream(*arguments, **options))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    async def __aenter__(self) -> TokenChannel:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._channel.__aexit__(*error)
+
+    def __enter__(self) -> TokenChannel:
+        self._channel.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._channel.__exit__(*error)
+
+    def _with_token(self, method: Any) -> Any:
+        def call(*arguments: Any, metadata: Any = None, **options: Any) -> Any:
+            return method(*arguments, metadata=(*(metadata or ()), *bearer_metadata(self._token())), **options)
+
+        return call
+
+
+def open_client_channel(api: Any, target: str, security: ClientSecurity, options: list[tuple[str, Any]]) -> Any:
+    """A client's channel of `api`, which is grpc or grpc.aio.
+
+    Raises ValueError for a token that would travel in the clear, and what is wrong with the certificates' files.
+    """
+    if security.has_tls:
+        from cluster.security.tls import client_credentials
+
+        if security.tls_name:
+            options = [*options, (OVERRIDE, security.tls_name)]
+        channel = api.secure_channel(target, client_credentials(security), options=options)
+    else:
+        _check_plain(target, security)
+        channel = api.insecure_channel(target, options=options)
+    return TokenChannel(channel, lambda: security.token) if security.token else channel
+
+
+def _check_plain(target: str, security: ClientSecurity) -> None:
+    if not security.token or security.insecure or target.startswith(("unix:", "unix-abstract:")):
+        return
+    try:
+        is_here = is_loopback(split_address("target", target)[0])
+    except ValueError:
+        is_here = False
+    if not is_here:
+        raise ValueError(f"the token would travel to {target} in the clear: use TLS, or say insecure")

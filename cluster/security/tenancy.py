@@ -1,0 +1,124 @@
+"""What belongs to a tenant while its requests are answered: quota, turn, cached prefixes and the right to end them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from cluster import codec
+from cluster.codec import AnyRequest
+from cluster.security.caller import Role, current_caller
+from cluster.security.guard import Guard
+from cluster.security.quota import Account, Quota
+from protos import generation_pb2
+
+GUESSED_ANSWER_TOKENS = 256
+"""Taken for a request that sets no max_tokens, until its answer is there."""
+
+Pieces = AsyncGenerator[generation_pb2.GenerateResponse, None]
+
+
+class Gate(Protocol):
+    """Where requests wait while the pool is full."""
+
+    def turn(
+        self, tenant: str, *, cost: float, rows: int, weight: float, timeout_s: float | None
+    ) -> AbstractAsyncContextManager[None]:
+        """Hold `rows` of the pool for the block."""
+
+
+class Spending:
+    """What one request was taken to cost, and what it came to."""
+
+    __slots__ = ("estimate", "num_tokens", "prompt_tokens")
+
+    def __init__(self, estimate: int) -> None:
+        self.estimate = estimate
+        self.prompt_tokens = 0
+        self.num_tokens = 0
+
+    @property
+    def used(self) -> int:
+        """Tokens so far."""
+        return self.prompt_tokens + self.num_tokens
+
+    async def counted(self, pieces: Pieces) -> Pieces:
+        """The same pieces, counted as they pass."""
+        async for piece in pieces:
+            self.prompt_tokens = max(self.prompt_tokens, piece.usage.prompt_tokens)
+            for choice in piece.choices:
+                self.num_tokens += len(choice.token_ids)
+            yield piece
+
+
+class Tenancy:
+    """Of one server. Without a file of tenants there is nothing to hold anybody to."""
+
+    def __init__(self, guard: Guard, gate: Gate | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._guard = guard
+        self._gate = gate
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        self._owners: dict[str, str] = {}
+
+    def prepare(self, request: AnyRequest) -> None:
+        """Bind a checked request to its tenant: what it leaves in a prefix cache, only this tenant finds again."""
+        tenant = current_caller().tenant
+        if tenant:
+            request.cache_salt = tenant_salt(tenant, request.cache_salt)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, request: AnyRequest, *, timeout_s: float | None) -> AsyncIterator[Spending]:
+        """For as long as a request is answered. Raises QuotaExceeded, or DeadlineExceeded while it waits."""
+        name = current_caller().tenant
+        spending = Spending(estimate(request))
+        if not name:
+            yield spending
+            return
+        account, weight = self._account(name)
+        account.open(spending.estimate)
+        self._owners[request.request_id] = name
+        try:
+            async with self._turn(name, spending, weight, request, timeout_s):
+                yield spending
+        finally:
+            self._owners.pop(request.request_id, None)
+            account.close(spending.estimate, spending.used)
+
+    def may_abort(self, request_id: str) -> bool:
+        """Operators and the pool may end any request, tenants their own alone."""
+        caller = current_caller()
+        return caller.is_any(Role.OPERATOR, Role.ROUTER) or self._owners.get(request_id) == caller.tenant
+
+    def _turn(
+        self, name: str, spending: Spending, weight: float, request: AnyRequest, timeout_s: float | None
+    ) -> AbstractAsyncContextManager[None]:
+        if self._gate is None:
+            return contextlib.nullcontext()
+        rows = max(1, request.sampling.n)
+        return self._gate.turn(name, cost=spending.estimate, rows=rows, weight=weight, timeout_s=timeout_s)
+
+    def _account(self, name: str) -> tuple[Account, float]:
+        tenant = self._guard.tenant(name)
+        quota, weight = (tenant.quota, tenant.weight) if tenant is not None else (Quota(), 1.0)
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = Account(name, quota, clock=self._clock)
+        account.change(quota)
+        return account, weight
+
+
+def tenant_salt(tenant: str, salt: str) -> str:
+    """A prefix cache's salt that no other tenant can bring about, whatever it sends; 64 bytes."""
+    return hashlib.sha256(f"{len(tenant)}:{tenant}:{salt}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def estimate(request: AnyRequest) -> int:
+    """Tokens the request takes to cost, of its prompt and all its answers."""
+    sampling = request.sampling
+    answer = sampling.max_tokens if sampling.HasField("max_tokens") else GUESSED_ANSWER_TOKENS
+    return codec.prompt_estimate(request) + answer * max(1, sampling.n)
