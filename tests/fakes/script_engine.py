@@ -110,7 +110,7 @@ class ScriptEngine:
         self._death: Exception | None = None
         self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="script-engine", daemon=True)
-        self._thread.start()
+        self._start()
 
     @property
     def info(self) -> EngineInfo:
@@ -211,6 +211,14 @@ class ScriptEngine:
             self._death = error
         self._end()
 
+    def _start(self) -> None:
+        self._thread.start()
+
+    def _pass_time(self) -> None:
+        """What a step takes."""
+        if self.knobs.step_s:
+            time.sleep(self.knobs.step_s)
+
     def _wait_for_work(self) -> bool:
         with self._lock:
             if not self._rows and not self._waiting and not self._is_stopping:
@@ -228,8 +236,7 @@ class ScriptEngine:
         self.faults.before_step(rows)
         while self._is_hanging and not self._is_stopping:
             time.sleep(0.01)
-        if self.knobs.step_s:
-            time.sleep(self.knobs.step_s)
+        self._pass_time()
         if self.knobs.crash_after_steps is not None and self._steps >= self.knobs.crash_after_steps:
             raise _ScriptedCrash
         self._steps += 1
