@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from cluster.security.config import ClientSecurity, SecurityConfig
+
 MESSAGE_BYTES = 4 * 1024 * 1024
 """Largest message between a client and a server."""
 LINK_MESSAGE_BYTES = MESSAGE_BYTES + 64 * 1024
@@ -46,9 +48,11 @@ class RouterConfig:
     """One router process."""
 
     listen: str = "127.0.0.1:50050"
-    """host:port; port 0 = any free one. Another host than loopback needs `insecure`."""
+    """host:port; port 0 = any free one. Another host than loopback needs TLS and tokens, or `insecure`."""
     insecure: bool = False
     """Serve without TLS and tokens on an address that others can reach."""
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    """Certificates and tokens, of clients' and of replicas' connections and of the metrics."""
     name: str = ""
     """Empty = made at start."""
     replicas: tuple[str, ...] = ()
@@ -81,9 +85,9 @@ class RouterConfig:
     """Of clients' and of replicas' connections."""
 
     def __post_init__(self) -> None:
-        check_listen("listen", self.listen, insecure=self.insecure)
+        check_listen("listen", self.listen, insecure=self.insecure or self.security.is_protected)
         if self.metrics_listen:
-            check_listen("metrics_listen", self.metrics_listen, insecure=self.insecure)
+            check_listen("metrics_listen", self.metrics_listen, insecure=self.insecure or self.security.is_protected)
         for address in self.replicas:
             check_address("replicas", address)
         if self.name:
@@ -100,9 +104,11 @@ class ReplicaConfig:
     """One replica process: the host of one worker."""
 
     listen: str = "127.0.0.1:0"
-    """host:port; port 0 = any free one. Another host than loopback needs `insecure`."""
+    """host:port; port 0 = any free one. Another host than loopback needs TLS and tokens, or `insecure`."""
     insecure: bool = False
     """Serve without TLS and tokens on an address that others can reach."""
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    """Certificates and tokens, of routers' and of direct clients' connections and of the metrics."""
     advertise: str = ""
     """Host that routers dial; empty = that of `listen`."""
     name: str = ""
@@ -138,9 +144,9 @@ class ReplicaConfig:
     """Of routers' and of direct clients' connections."""
 
     def __post_init__(self) -> None:
-        check_listen("listen", self.listen, insecure=self.insecure)
+        check_listen("listen", self.listen, insecure=self.insecure or self.security.is_protected)
         if self.metrics_listen:
-            check_listen("metrics_listen", self.metrics_listen, insecure=self.insecure)
+            check_listen("metrics_listen", self.metrics_listen, insecure=self.insecure or self.security.is_protected)
         for address in self.routers:
             check_address("routers", address)
         if self.name:
@@ -172,6 +178,8 @@ class ClientConfig:
     """Longest pause."""
     keepalive: Keepalive = field(default_factory=Keepalive)
     """Of the connection to the server."""
+    security: ClientSecurity = field(default_factory=ClientSecurity)
+    """Certificates and the token."""
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None:
@@ -195,7 +203,7 @@ def check_listen(name: str, address: str, *, insecure: bool) -> None:
     host, _ = split_address(name, address)
     if not is_loopback(host) and not insecure:
         raise ValueError(
-            f"{name} {address!r} can be reached by others: without TLS and tokens that needs insecure=True, --insecure on the command line"
+            f"{name} {address!r} can be reached by others: that needs TLS and tokens (or client certificates); without them, insecure=True, --insecure on the command line"
         )
 
 
@@ -241,8 +249,9 @@ def is_loopback(host: str) -> bool:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if name == "keepalive" and isinstance(value, Mapping):
-        return from_mapping(Keepalive, value)
+    nested: dict[str, type[Any]] = {"keepalive": Keepalive, "security": SecurityConfig}
+    if name in nested and isinstance(value, Mapping):
+        return from_mapping(nested[name], value)
     return tuple(value) if isinstance(value, list) else value
 
 
