@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from cluster.security.tenants import write_private
-from cluster.security.tls import DOMAIN
+from cluster.security.config import DOMAIN
+from cluster.security.private_file import write_private
 
 CA, CA_KEY = "ca.pem", "ca-key.pem"
 CA_DAYS, CERT_DAYS = 3650, 90

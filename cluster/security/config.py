@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+DOMAIN = "graphpool.internal"
+"""A certificate of a private CA says what its owner is by a DNS name under it: router.graphpool.internal."""
+ROUTER_NAME, REPLICA_NAME = f"router.{DOMAIN}", f"replica.{DOMAIN}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:

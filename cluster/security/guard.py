@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,14 +15,14 @@ from cluster import status
 from cluster.errors import NotPermitted, Unauthenticated
 from cluster.security.access import roles_for
 from cluster.security.caller import ANYBODY, Caller, Role, set_caller
-from cluster.security.config import SecurityConfig
+from cluster.security.config import DOMAIN, SecurityConfig
+from cluster.security.secret_file import read_secret
 from cluster.security.tenants import Tenant, Tenants, read_tenants
-from cluster.security.tls import DOMAIN, ServerCertificates
+from cluster.security.tls import ServerCertificates
 from cluster.security.tokens import bearer
 from cluster.security.watched_file import WatchedFiles
 
 LOG_PERIOD_S = 1.0
-MIN_SECRET_CHARS = 20
 POOL = Caller("", frozenset({Role.ROUTER, Role.REPLICA}))
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -164,14 +163,6 @@ class _RefusalLog:
 
 
 _NO_TOKEN = "this call needs a token: `authorization: Bearer ...` in its metadata"  # noqa: S105  # no secret
-
-
-def read_secret(path: str) -> str:
-    """The secret of a pool, from its file. Raises ValueError for one that can be guessed."""
-    secret = Path(path).read_text(encoding="ascii").strip()
-    if len(secret) < MIN_SECRET_CHARS or " " in secret or not secret.isprintable():
-        raise ValueError(f"{path} must hold one line of at least {MIN_SECRET_CHARS} printable characters")
-    return secret
 
 
 def _check(caller: Caller, method: str) -> None:

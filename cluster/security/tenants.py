@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from cluster.security.caller import TENANT_ROLES, Caller, Role
+from cluster.security.private_file import write_private
 from cluster.security.quota import Quota
 from cluster.security.tokens import Credential, create_token, credential_of, digest, token_id
 
@@ -113,22 +114,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def write_private(path: Path, content: str | bytes) -> None:
-    """Replace a file at once by one that its owner alone can read."""
-    raw = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _entries(path: Path) -> dict[str, dict[str, Any]]:

@@ -14,10 +14,6 @@ import grpc
 from cluster.security.config import ClientSecurity, SecurityConfig
 from cluster.security.watched_file import WatchedFiles
 
-DOMAIN = "graphpool.internal"
-"""A certificate of a private CA says what its owner is by a DNS name under it: router.graphpool.internal."""
-ROUTER_NAME, REPLICA_NAME = f"router.{DOMAIN}", f"replica.{DOMAIN}"
-
 
 @dataclass(frozen=True, slots=True)
 class Pems:
