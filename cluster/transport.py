@@ -12,9 +12,17 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.config import LINK_MESSAGE_BYTES, MESSAGE_BYTES, ClientConfig, Keepalive, is_loopback, split_address
 from cluster.malformed import RefuseMalformed
+from cluster.security.config import SecurityConfig
+from cluster.security.identity import identity_of
 
 METADATA_BYTES = 8 * 1024
 C_INT_MAX = 2**31 - 1
+MAX_CONNECTIONS = 4096
+"""A server accepts no more at the same time: each costs memory before anybody has said who it is."""
+HANDSHAKE_TIMEOUT_S = 10
+"""For TLS and the first HTTP/2 settings of a new connection."""
+IDLE_TIMEOUT_S = 600
+"""A connection without a call for this long is closed; clients open another when they need one."""
 
 ServerInterceptor: TypeAlias = "grpc.aio.ServerInterceptor[Any, Any]"
 Options = list[tuple[str, int | str]]
@@ -34,14 +42,21 @@ def create_server(
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(keepalive.min_ping_interval_s)),
         ("grpc.max_concurrent_streams", streams),
         ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_TIMEOUT_S),
+        ("grpc.max_connection_idle_ms", 1000 * IDLE_TIMEOUT_S),
+        # No compressed messages: small ones that grow a thousandfold are an attack, and tokens gain nothing by it.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
     return grpc.aio.server(options=options, interceptors=(*watchers, RefuseMalformed()))
 
 
-def bind(server: grpc.aio.Server, listen: str) -> int:
-    """Listen there; returns the port. Raises OSError when that is not possible."""
+def bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Listen there, with TLS if there are credentials; returns the port. Raises OSError when that is not possible."""
     try:
-        port: int = server.add_insecure_port(listen)
+        port: int = (
+            server.add_insecure_port(listen) if credentials is None else server.add_secure_port(listen, credentials)
+        )
     except RuntimeError as error:
         raise OSError(
             errno.EADDRINUSE, f"cannot listen at {listen}: the port is taken or the host is not here"
@@ -49,15 +64,21 @@ def bind(server: grpc.aio.Server, listen: str) -> int:
     return port
 
 
-def open_link_channel(address: str, keepalive: Keepalive) -> grpc.aio.Channel:
-    """A channel between our own processes. It shares no connection, so a fresh one dials at once."""
+def open_link_channel(
+    address: str, keepalive: Keepalive, security: SecurityConfig | None = None, *, peer: str = ""
+) -> grpc.aio.Channel:
+    """A channel between our own processes. It shares no connection, so a fresh one dials at once.
+
+    With `security` it shows this process's certificate and secret, as they are now, to a `peer` of that name.
+    """
     options: Options = [
         *_common(keepalive, LINK_MESSAGE_BYTES),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    channel: grpc.aio.Channel = identity_of(security or SecurityConfig()).open_channel(address, options, peer=peer)
+    return channel
 
 
 def client_options(config: ClientConfig) -> Options:
@@ -69,9 +90,11 @@ def client_options(config: ClientConfig) -> Options:
     ]
 
 
-def offer_reflection(server: grpc.aio.Server, listen: str, services: Sequence[str]) -> None:
-    """Let callers on this machine ask for the schema."""
-    if is_loopback(split_address("listen", listen)[0]):
+def offer_reflection(
+    server: grpc.aio.Server, listen: str, services: Sequence[str], *, is_guarded: bool = False
+) -> None:
+    """Let callers on this machine, or those who have said who they are, ask for the schema."""
+    if is_guarded or is_loopback(split_address("listen", listen)[0]):
         reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), server)
 
 

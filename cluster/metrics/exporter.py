@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from threading import Thread
-from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.config import join_address, split_address
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
+from cluster.security.guard import Guard
+from cluster.security.http import GuardedHttp
 
 COLLECT_TIMEOUT_S = 5.0
 
@@ -37,20 +34,23 @@ class LoopCollector(Collector):
 
 
 class MetricsExporter:
-    """Answers HTTP at one port with the metrics of one server object, from a registry of its own."""
+    """Answers HTTP at one port with the metrics of one server object, from a registry of its own.
 
-    def __init__(self, listen: str, source: Source) -> None:
+    With a `guard` that asks who calls, for its monitors and operators alone, and over TLS if it has certificates.
+    """
+
+    def __init__(self, listen: str, source: Source, guard: Guard | None = None) -> None:
         self._listen = listen
         self._source = source
-        self._http: WSGIServer | None = None
-        self._thread: Thread | None = None
+        self._guard = guard
+        self._http: GuardedHttp | None = None
 
     @property
     def address(self) -> str:
         """host:port; "" when it is off."""
         if self._http is None:
             return ""
-        return join_address(split_address("metrics_listen", self._listen)[0], self._http.server_port)
+        return join_address(split_address("metrics_listen", self._listen)[0], self._http.port)
 
     def start(self) -> None:
         """Listen, unless the address is empty; call on the event loop that counts. Raises OSError for a taken port."""
@@ -60,14 +60,12 @@ class MetricsExporter:
         registry.register(LoopCollector(asyncio.get_running_loop(), self._source))
         host, port = split_address("metrics_listen", self._listen)
         try:
-            self._http, self._thread = start_http_server(port, host, registry)
+            self._http = GuardedHttp(host, port, make_wsgi_app(registry), self._guard)
         except OSError as error:
             raise OSError(error.errno, f"cannot listen at {self._listen} for metrics: {error.strerror}") from error
 
     async def stop(self) -> None:
         """Hang up."""
-        if self._http is not None and self._thread is not None:
-            await asyncio.to_thread(self._http.shutdown)
-            self._http.server_close()
-            self._thread.join()
+        if self._http is not None:
+            await asyncio.to_thread(self._http.stop)
             self._http = None

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import grpc
 
 from cluster.config import RouterConfig
+from cluster.security.config import REPLICA_NAME
 from cluster.status import status_of
 from cluster.transport import open_link_channel
 from protos import replica_pb2, replica_pb2_grpc
@@ -26,7 +27,7 @@ class Connection:
     def __init__(
         self, address: str, config: RouterConfig, on_frame: Callable[[replica_pb2.ReplicaFrame], None]
     ) -> None:
-        self.channel = open_link_channel(address, config.keepalive)
+        self.channel = open_link_channel(address, config.keepalive, config.security, peer=REPLICA_NAME)
         self.is_silent = False
         """Whether it was given up because nothing came any more."""
         self._config = config
