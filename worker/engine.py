@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from worker.live_request import Decode, LiveRequest
 from worker.load import EngineInfo, GraphSnapshot, LoadSnapshot
 from worker.meter import StepMeter
 from worker.pending import PendingStep
-from worker.request import EngineEvent, GenerateRequest, RequestFailed
+from worker.request import EngineEvent, GenerateRequest, Phase, RequestFailed, RequestPhase, check_delivered
 from worker.runner import Runner
 from worker.sampling import SamplingParams, check_token_ids
 from worker.scheduler import Scheduler
@@ -48,6 +49,11 @@ class Engine:
         self._clock = parts.clock
         self._live: dict[str, LiveRequest] = {}
         self._under_way: deque[_Step] = deque()
+        self._has_trial_begun = False
+        self.phases: list[RequestPhase] | None = None
+        """Where a host that wants to know how far requests are finds it; it empties the list."""
+        self.notice: threading.Event | None = None
+        """What the next step is to wait for: a phase of a trial, just handed out, that must be known first."""
         self._collected_s = 0.0
         self.num_wasted_rows = 0
         """Rows computed for sequences that had ended by the time their token was read."""
@@ -62,18 +68,25 @@ class Engine:
         """Requests that have not ended."""
         return self._live.keys()
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises InvalidRequest or QueueFull, and then nothing is kept of it."""
-        check_request(request, self.info)
-        self.take(request)
+    def add(self, request: GenerateRequest) -> list[EngineEvent]:
+        """Queue a request. Raises InvalidRequest or QueueFull, and then nothing is kept of it.
 
-    def take(self, request: GenerateRequest) -> None:
+        Returns the ends of choices that what was delivered of them completes.
+        """
+        check_request(request, self.info)
+        return self.take(request)
+
+    def take(self, request: GenerateRequest) -> list[EngineEvent]:
         """`add` for a request that `check_request` has passed already, on another thread."""
         if request.request_id in self._live:
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
-        live = LiveRequest(request, self.info.max_model_len, self._clock(), self._decode)
-        self.scheduler.add([choice.sequence for choice in live.choices])
-        self._live[request.request_id] = live
+        now_s = self._clock()
+        live = LiveRequest(request, self.info.max_model_len, now_s, self._decode)
+        ends = live.restore(eos_token_ids=self.info.eos_token_ids, now_s=now_s) if request.delivered else []
+        self.scheduler.add(live.unfinished, is_first=request.is_trial)
+        if not live.is_finished:
+            self._live[request.request_id] = live
+        return list(ends)
 
     def cancel(self, request_id: str) -> list[EngineEvent]:
         """End a request now; its rows and blocks are free at once. Unknown ids change nothing."""
@@ -98,6 +111,7 @@ class Engine:
             for segment in batch.segments:
                 if segment.sequence.first_scheduled_s is None:
                     segment.sequence.first_scheduled_s = now_s
+                    self._tell(RequestPhase(segment.sequence.request.request_id, Phase.SCHEDULED))
         return events, batch
 
     def launch(self, batch: Batch) -> None:
@@ -128,6 +142,8 @@ class Engine:
     def step(self) -> list[EngineEvent]:
         """Launch the next step, and collect what is due: with nothing to launch, or more under way than may be."""
         events, batch = self.plan()
+        if self.scheduler.trial is not None:
+            return events + self._step_trial(self.scheduler.trial, batch)
         if batch is not None and self._under_way and not self.runner.can_overlap(batch):
             events += self.flush()
             more, batch = self.plan()
@@ -140,6 +156,37 @@ class Engine:
         while len(self._under_way) > limit:
             events += self.collect()
         return events
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether steps compute one suspect alone: nothing else is to be run beside them."""
+        return self.scheduler.trial is not None
+
+    def _step_trial(self, trial: GenerateRequest, batch: Batch | None) -> list[EngineEvent]:
+        """A step of one suspect alone. Its trial's beginning and end are steps of their own, in which nothing runs."""
+        events = self.flush()
+        if not self._has_trial_begun and not self.scheduler.is_trial_over:
+            self._has_trial_begun = True
+            self._notify(trial, Phase.TRIAL_BEGAN)
+            return events
+        if batch is not None and not self.scheduler.is_trial_over:
+            self.launch(batch)
+            events += self.flush()
+        if self.scheduler.is_trial_over:
+            self.scheduler.end_trial()
+            if self._has_trial_begun:
+                self._notify(trial, Phase.TRIAL_PASSED)
+            self._has_trial_begun = False
+        return events
+
+    def _notify(self, trial: GenerateRequest, phase: Phase) -> None:
+        if self.phases is not None:
+            self.notice = threading.Event()
+        self._tell(RequestPhase(trial.request_id, phase, self.notice))
+
+    def _tell(self, phase: RequestPhase) -> None:
+        if self.phases is not None:
+            self.phases.append(phase)
 
     def prepare_next(self) -> bool:
         """Do one piece of the runner's preparation, such as capturing a graph; False when it is all done.
@@ -207,7 +254,7 @@ class Engine:
 
     def _fail(self, request_id: str, error: WorkerError, *, scrub: bool = False) -> RequestFailed:
         live = self._live.pop(request_id)
-        unfinished = [choice.sequence for choice in live.choices if choice.sequence.state is not SequenceState.FINISHED]
+        unfinished = live.unfinished
         if scrub:
             # What others hold is not scrubbed: it was shared because finite tokens had come of it.
             self.kv_cache.scrub(self.scheduler.finish_spoilt(unfinished))
@@ -240,6 +287,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     if params.min_tokens > info.max_model_len - length:
         raise InvalidRequest("min_tokens", f"{params.min_tokens} is more than the context leaves")
     check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
+    check_delivered(request, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
     params.check_vocabulary(info.vocab_size)
     _check_choice(params, info)
     if params.stop and not info.has_tokenizer:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 LOAD_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.25
 JOIN_S = 30.0
+NOTICE_S = 0.1
+"""Longest wait for a host to pass on that a trial begins or has ended."""
 
 Command = Callable[[], list[EngineEvent]]
 
@@ -33,6 +35,7 @@ class EngineThread:
         self, engine: Engine, sink: EventSink, *, on_death: Callable[[BaseException], None] | None = None
     ) -> None:
         self._engine = engine
+        self._phases = engine.phases = []
         self._sink = sink
         self._on_death = on_death
         self._commands: SimpleQueue[Command] = SimpleQueue()
@@ -114,8 +117,7 @@ class EngineThread:
             self._progress.begin(time.monotonic(), self._engine.predict_s())
             events += self._engine.step()
             self._progress.end()
-        if events:
-            self._sink(events)
+        self._hand_on(events)
         self._prepare()
         self._refresh_load()
 
@@ -123,8 +125,10 @@ class EngineThread:
         """Between two steps, do a piece of what makes later ones faster, if it is time for it."""
         started_s = time.monotonic()
         since_s = started_s - self._prepared_s
-        if self._is_prepared or not may_prepare(
-            has_work=self._engine.has_work, since_last_s=since_s, last_took_s=self._preparing_took_s
+        if (
+            self._is_prepared
+            or self._engine.is_trying
+            or not may_prepare(has_work=self._engine.has_work, since_last_s=since_s, last_took_s=self._preparing_took_s)
         ):
             return
         self._progress.begin(started_s, None, is_preparing=True)
@@ -149,10 +153,20 @@ class EngineThread:
 
     def _add(self, request: GenerateRequest) -> list[EngineEvent]:
         try:
-            self._engine.take(request)
+            return self._engine.take(request)
         except WorkerError as error:
             return [RequestFailed(request.request_id, error)]
-        return []
+
+    def _hand_on(self, events: list[EngineEvent]) -> None:
+        """Give events to the host; the next step waits until what a trial's judge must know of it is on its way."""
+        if self._phases:
+            events = [*self._phases, *events]
+            self._phases.clear()
+        if events:
+            self._sink(events)
+        notice, self._engine.notice = self._engine.notice, None
+        if notice is not None:
+            notice.wait(NOTICE_S)
 
     def _refresh_load(self) -> None:
         """The load after every step that leaves nothing to do; with it, less often, what the graphs have done."""
@@ -166,7 +180,7 @@ class EngineThread:
 
     def _end(self) -> None:
         """End every request, also those still in the command queue, and tell the host of a death."""
-        events: list[EngineEvent] = []
+        events: list[EngineEvent] = [*self._phases]
         try:
             while True:
                 events += self._commands.get_nowait()()

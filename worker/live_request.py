@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from worker.batch import Batch
 from worker.chooser import StepOutput
+from worker.errors import InvalidRequest
 from worker.request import ChoiceDelta, FinishReason, GenerateRequest
-from worker.sequence import Sequence
+from worker.sequence import Sequence, SequenceState
 from worker.text.choice_text import ChoiceText
 
 Decode = Callable[[Items[int], bool], str]
@@ -39,11 +40,29 @@ class LiveRequest:
             )
             for index in range(params.n)
         ]
+        for index in request.finished:
+            self.choices[index].sequence.state = SequenceState.FINISHED
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has a finish reason."""
-        return all(choice.sequence.finish_reason is not None for choice in self.choices)
+        """Whether every choice has ended."""
+        return all(choice.sequence.state is SequenceState.FINISHED for choice in self.choices)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The choices that have not ended."""
+        sequences = [choice.sequence for choice in self.choices]
+        return [sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED]
+
+    def restore(self, *, eos_token_ids: Items[int], now_s: float) -> list[ChoiceDelta]:
+        """Take what was generated elsewhere as if steps had brought it, silently.
+
+        Returns the ends of choices that it completes: their text was delivered with their last token. Raises
+        InvalidRequest when something follows the token that ends a choice.
+        """
+        open_choices = [self.choices[sequence.index] for sequence in self.unfinished if sequence.num_generated]
+        restored = [self._restore(choice, eos_token_ids, now_s) for choice in open_choices]
+        return [delta for delta in restored if delta is not None]
 
     def advance(
         self,
@@ -61,12 +80,9 @@ class LiveRequest:
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
         sequence.token_ids.append(token_id)
-        stop_token_id = self._stop_token(sequence, token_id, eos_token_ids)
+        stop_token_id = self._stop_token(sequence.num_generated, token_id, eos_token_ids)
         text, stop_string = self._text(choice, token_id, is_stop=stop_token_id is not None)
-        if stop_token_id is not None or stop_string is not None:
-            sequence.finish_reason = FinishReason.STOP
-        elif sequence.num_generated >= sequence.max_tokens:
-            sequence.finish_reason = FinishReason.LENGTH
+        sequence.finish_reason = _finish_reason(sequence, stop_token_id, stop_string)
         if sequence.finish_reason is not None and stop_string is None and choice.text is not None:
             text += choice.text.finish()
         return ChoiceDelta(
@@ -86,9 +102,36 @@ class LiveRequest:
             timings=None if sequence.finish_reason is None else sequence.timings(now_s),
         )
 
-    def _stop_token(self, sequence: Sequence, token_id: int, eos_token_ids: Items[int]) -> int | None:
+    def _restore(self, choice: Choice, eos_token_ids: Items[int], now_s: float) -> ChoiceDelta | None:
+        sequence = choice.sequence
+        *before, last = sequence.generated
+        stops_early = any(
+            self._stop_token(count, token, eos_token_ids) is not None for count, token in _counted(before)
+        )
+        if not stops_early and choice.text is not None:
+            stops_early = choice.text.push(before).stop_string is not None
+        if stops_early:
+            raise InvalidRequest("delivered", f"choice {sequence.index} goes on after its end")
+        stop_token_id = self._stop_token(sequence.num_generated, last, eos_token_ids)
+        _, stop_string = self._text(choice, last, is_stop=stop_token_id is not None)
+        sequence.finish_reason = _finish_reason(sequence, stop_token_id, stop_string)
+        if sequence.finish_reason is None:
+            return None
+        sequence.state = SequenceState.FINISHED
+        return ChoiceDelta(
+            request_id=self.request.request_id,
+            index=sequence.index,
+            finish_reason=sequence.finish_reason,
+            stop_string=stop_string,
+            stop_token_id=stop_token_id,
+            prompt_tokens=sequence.num_prompt,
+            timings=sequence.timings(now_s),
+        )
+
+    def _stop_token(self, num_generated: int, token_id: int, eos_token_ids: Items[int]) -> int | None:
+        """`token_id` if it ends the answer as its `num_generated`-th token."""
         params = self.request.sampling
-        if sequence.num_generated <= params.min_tokens:
+        if num_generated <= params.min_tokens:
             return None
         stops = token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos)
         return token_id if stops else None
@@ -100,6 +143,17 @@ class LiveRequest:
             return "", None
         delta = choice.text.push([token_id])
         return delta.text, delta.stop_string
+
+
+def _finish_reason(sequence: Sequence, stop_token_id: int | None, stop_string: str | None) -> FinishReason | None:
+    if stop_token_id is not None or stop_string is not None:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if sequence.num_generated >= sequence.max_tokens else None
+
+
+def _counted(token_ids: Items[int]) -> Iterable[tuple[int, int]]:
+    """Each token with the number of those up to it."""
+    return enumerate(token_ids, 1)
 
 
 def _choice_text(request: GenerateRequest, decode: Decode) -> ChoiceText:

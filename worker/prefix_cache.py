@@ -58,8 +58,8 @@ class PrefixCache:
         """The sequence starts after `num_found` known blocks; what follows is its own to compute."""
         sequence.num_identified = num_found
         sequence.num_computed = num_found * self.block_size
-        if not sequence.num_generated:
-            sequence.num_cached_tokens = sequence.num_computed
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
         if sequence.request.use_prefix_cache:
             sequence.confirm_from = 0  # the first token ends a claim, even without a full block
             self.num_queried_tokens += sequence.length

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import threading
 from dataclasses import dataclass, field
 
-from worker.errors import WorkerError
-from worker.sampling import SamplingParams
+from worker.errors import InvalidRequest, WorkerError
+from worker.sampling import SamplingParams, check_token_ids
 
 
 class FinishReason(enum.Enum):
@@ -30,6 +31,16 @@ class GenerateRequest:
     """Whether blocks of equal prompts may be used, and those of this one and its answer kept for others."""
     cache_salt: str = ""
     """Only requests with the same salt share blocks. How fast an answer begins then tells nothing about other salts."""
+    delivered: tuple[tuple[int, ...], ...] = ()
+    """By choice, tokens that were generated elsewhere before: each choice goes on after them as if they were its own."""
+    finished: frozenset[int] = frozenset()
+    """Choices that have ended elsewhere: nothing is generated for them. At least one is left."""
+    is_trial: bool = False
+    """Suspected of ending its worker: its first prefill and decode steps run with nothing else in them."""
+
+    def delivered_of(self, index: int) -> tuple[int, ...]:
+        """What there is of a choice already."""
+        return self.delivered[index] if index < len(self.delivered) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +96,40 @@ class RequestFailed:
     error: WorkerError
 
 
-EngineEvent = ChoiceDelta | RequestFailed
+class Phase(enum.Enum):
+    """How far a request is, for whoever must know who was in a step that ended its worker."""
+
+    SCHEDULED = "scheduled"
+    """It has left the queue and is in steps from now on."""
+    TRIAL_BEGAN = "trial began"
+    """From now on steps compute this request and nothing else."""
+    TRIAL_PASSED = "trial passed"
+    """Its first steps have ended well, and it runs like any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPhase:
+    """A request has reached a phase. No step follows a beginning or an end of a trial before its `seen` is set."""
+
+    request_id: str
+    phase: Phase
+    seen: threading.Event | None = None
+    """Set by the host once the phase is known outside this process; the engine waits a moment for it, at most."""
+
+
+EngineEvent = ChoiceDelta | RequestFailed | RequestPhase
+
+
+def check_delivered(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:
+    """Refuse a beginning that no answer to this request can have. Raises InvalidRequest."""
+    num_choices, room = request.sampling.n, max_model_len - len(request.prompt_token_ids)
+    num_known = max(len(request.delivered), 1 + max(request.finished, default=-1))
+    if num_known > num_choices or min(request.finished, default=0) < 0:
+        raise InvalidRequest("delivered", f"has more than the {num_choices} choices of the request")
+    if len(request.finished) == num_choices:
+        raise InvalidRequest("delivered", "leaves nothing to generate")
+    limit = room if request.sampling.max_tokens is None else request.sampling.max_tokens
+    for token_ids in request.delivered:
+        if len(token_ids) > limit:
+            raise InvalidRequest("delivered", f"{len(token_ids)} tokens of a choice that may have {limit}")
+        check_token_ids("delivered", token_ids, vocab_size)

@@ -11,6 +11,7 @@ from worker.errors import QueueFull
 from worker.load import TierLoad
 from worker.policy import choose_phase, cut_chunk, may_admit, prefill_budget
 from worker.prefix_cache import PrefixCache
+from worker.request import GenerateRequest
 from worker.sequence import Sequence, SequenceState
 from worker.tiers import BucketTable, TierTable
 
@@ -50,6 +51,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.trial: GenerateRequest | None = None
+        """The request whose sequences alone are in steps now."""
         self._last: Phase = "decode"
 
     @property
@@ -67,17 +70,39 @@ class Scheduler:
         """Tokens still to be computed before those sequences that do not decode yet can."""
         return sum(sequence.num_uncomputed for sequence in self.sequences() if not sequence.is_decoding)
 
-    def add(self, sequences: list[Sequence]) -> None:
-        """Queue the choices of one request, all or none. Raises QueueFull."""
+    def add(self, sequences: list[Sequence], *, is_first: bool = False) -> None:
+        """Queue the choices of one request, all or none, before all others if `is_first`. Raises QueueFull."""
         if len(self.waiting) + len(sequences) > self.max_waiting:
             raise QueueFull(len(self.waiting), self.max_waiting)
-        self.waiting.extend(sequences)
+        if is_first:
+            self.waiting.extendleft(reversed(sequences))
+        else:
+            self.waiting.extend(sequences)
+
+    @property
+    def is_trial_over(self) -> bool:
+        """Whether every sequence that is tried now has come through a prefill and a decode step, or has left."""
+        return all(not sequence.is_on_trial or sequence.num_chosen_here >= 2 for sequence in self._in_steps)
+
+    def end_trial(self) -> None:
+        """Let the request that is tried now run with all others."""
+        for sequence in self.sequences():
+            if sequence.request is self.trial:
+                sequence.is_on_trial = False
+        self.trial = None
+
+    @property
+    def _in_steps(self) -> list[Sequence]:
+        """The running sequences that steps may compute now."""
+        if self.trial is None:
+            return self.running
+        return [sequence for sequence in self.running if sequence.request is self.trial]
 
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can run. Blocks for its tokens are allocated."""
         self._admit()
-        num_decode = sum(_can_decode(sequence) for sequence in self.running)
-        num_prefill = sum(not sequence.is_decoding for sequence in self.running)
+        num_decode = sum(_can_decode(sequence) for sequence in self._in_steps)
+        num_prefill = sum(not sequence.is_decoding for sequence in self._in_steps)
         phase = choose_phase(num_prefill=num_prefill, num_decode=num_decode, last=self._last)
         segments = self._decode_segments() if phase == "decode" else self._prefill_segments(num_decode)
         if not segments and num_prefill:  # every row was preempted to make room for those that prefill
@@ -133,6 +158,8 @@ class Scheduler:
         """Move waiting sequences to running while there is a row, and blocks for all their tokens and one more."""
         while self.waiting and len(self.running) < self.buckets.largest:
             sequence = self.waiting[0]
+            if self.trial is not None and sequence.request is not self.trial:
+                return
             if sequence.num_in_flight:
                 return  # preempted with a token under way: it must arrive before the prompt is computed again
             known = [] if self.prefix_cache is None else self.prefix_cache.lookup(sequence)
@@ -154,12 +181,14 @@ class Scheduler:
         sequence.block_table = known + new
         sequence.state = SequenceState.RUNNING
         self.running.append(sequence)
+        if sequence.is_on_trial:
+            self.trial = sequence.request
         if self.prefix_cache is not None:
             self.prefix_cache.start(sequence, len(known))
 
     def _prefill_segments(self, num_decode: int) -> list[Segment]:
         """The oldest sequences with uncomputed prompt, cut to the chunk size."""
-        prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
+        prefilling = [sequence for sequence in self._in_steps if not sequence.is_decoding]
         budget = prefill_budget(
             num_decode=num_decode,
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in prefilling),
@@ -183,10 +212,10 @@ class Scheduler:
 
     def _decode_segments(self) -> list[Segment]:
         """Every decoding sequence, each with a block for its next token; may preempt."""
-        for sequence in list(self.running):
+        for sequence in list(self._in_steps):
             if sequence.state is SequenceState.RUNNING and _can_decode(sequence):
                 self._ensure_block(sequence)
-        return [Segment(sequence, sequence.num_computed, 1) for sequence in self.running if _can_decode(sequence)]
+        return [Segment(sequence, sequence.num_computed, 1) for sequence in self._in_steps if _can_decode(sequence)]
 
     def _ensure_block(self, sequence: Sequence) -> None:
         """Give `sequence` room for one more token, at the cost of the youngest sequence, which may be itself."""

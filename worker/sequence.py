@@ -19,7 +19,7 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One row's tokens and blocks. `token_ids` is the prompt followed by what was generated."""
+    """One row's tokens and blocks. `token_ids` is the prompt followed by what was generated, here or before."""
 
     request: GenerateRequest
     index: int
@@ -45,11 +45,14 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    is_on_trial: bool = False
+    """Until it has shown in steps of its own that it ends no worker."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_token_ids)
+        self.token_ids = [*self.request.prompt_token_ids, *self.request.delivered_of(self.index)]
+        self.is_on_trial = self.request.is_trial
 
     @property
     def num_prompt(self) -> int:
@@ -87,9 +90,15 @@ class Sequence:
         return self.length - self.num_prompt >= self.max_tokens
 
     @property
+    def num_chosen_here(self) -> int:
+        """Tokens that this engine generated."""
+        return self.num_generated - len(self.request.delivered_of(self.index))
+
+    @property
     def outstanding_tokens(self) -> int:
-        """Tokens this sequence may still cost: prompt to prefill plus answer to generate."""
-        return max(self.num_prompt - self.num_computed, 0) + max(self.max_tokens - self.num_generated, 0)
+        """Tokens this sequence may still cost: what is to prefill plus answer to generate."""
+        num_prefill = self.num_prompt + len(self.request.delivered_of(self.index))
+        return max(num_prefill - self.num_computed, 0) + max(self.max_tokens - self.num_generated, 0)
 
     def timings(self, now_s: float) -> Timings:
         """Seconds in each stage, for a sequence that ends now."""

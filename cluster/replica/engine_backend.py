@@ -14,6 +14,7 @@ import grpc
 from cluster import status
 from cluster.answers import load_to_proto, model_to_proto
 from cluster.codec import AnyRequest, cache_options, check_defaults, messages_from_proto, sampling_from_proto
+from cluster.delivered import Delivered
 from cluster.errors import NotReady, SlowReader, UnknownModel, UnknownReplica
 from cluster.metrics.answer_times import AnswerTimes
 from cluster.metrics.replica import ReplicaMetrics
@@ -21,7 +22,7 @@ from cluster.replica.direct import DirectOutbox
 from cluster.replica.events import EventFanout
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.lifecycle import Lifecycle, State
-from cluster.replica.live_request import LiveRequest, Origin, Outbox
+from cluster.replica.live_request import NOTHING, LiveRequest, Origin, Outbox
 from cluster.replica.text import Texts
 from protos import control_pb2, generation_pb2
 from worker.errors import (
@@ -32,7 +33,7 @@ from worker.errors import (
     RequestAborted,
     WorkerError,
 )
-from worker.request import EngineEvent, GenerateRequest, RequestFailed
+from worker.request import EngineEvent, GenerateRequest, RequestFailed, RequestPhase
 from worker.sampling import check_token_ids
 from worker.service import EngineService
 
@@ -113,6 +114,7 @@ class EngineBackend:
             request_id=request.request_id,
             engine_id=engine_id,
             num_choices=sampling.n,
+            num_prompt=len(prompt),
             origin=origin,
             outbox=outbox,
             times=times,
@@ -122,15 +124,23 @@ class EngineBackend:
             prompt_token_ids=prompt,
             sampling=sampling,
             deadline_s=deadline_s,
+            delivered=origin.delivered.by_choice,
+            finished=frozenset(origin.delivered.finished),
+            is_trial=origin.is_trial,
             **cache_options(request),
         )
-        try:
-            self.engine.submit(work)
-        except InvalidRequest as error:
-            raise _named_as_sent(error, request) from error
-        self._running[engine_id] = live
+        if not live.has_ended:
+            try:
+                self.engine.submit(work)
+            except InvalidRequest as error:
+                raise _named_as_sent(error, request) from error
+            self._running[engine_id] = live
         self._open.add(live)
         self._idle.clear()
+        if live.has_ended:  # all was delivered but the last message
+            live.is_urgent = True
+            outbox.touch(live)
+            outbox.settle()
         return live
 
     def take(self, live: LiveRequest) -> generation_pb2.GenerateResponse | None:
@@ -151,12 +161,14 @@ class EngineBackend:
             self._idle.set()
 
     async def generate(
-        self, request: AnyRequest, *, timeout_s: float | None
+        self, request: AnyRequest, *, timeout_s: float | None, delivered: Delivered = NOTHING
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """See Backend."""
         started_s = time.monotonic()
         outbox = DirectOutbox(self.flush.interval(len(self._open) + 1))
-        live = await self.open(request, timeout_s=timeout_s, outbox=outbox, origin=Origin(self.name))
+        live = await self.open(
+            request, timeout_s=timeout_s, outbox=outbox, origin=Origin(self.name, delivered=delivered)
+        )
         try:
             has_ended = False
             while not has_ended:
@@ -261,6 +273,8 @@ class EngineBackend:
         for event in events:
             live = self._running.get(event.request_id)
             if live is None:
+                if isinstance(event, RequestPhase) and event.seen is not None:
+                    event.seen.set()  # nobody is left to know it
                 continue
             live.add(event)
             if live.pending_bytes > MAX_PENDING_BYTES:

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.answers import extend_choice, timings_to_proto
+from cluster.delivered import Delivered
 from cluster.metrics.answer_times import AnswerTimes
 from protos import generation_pb2
-from worker.request import ChoiceDelta, EngineEvent, RequestFailed, Timings
+from worker.request import ChoiceDelta, EngineEvent, Phase, RequestFailed, RequestPhase, Timings
+
+NOTHING = Delivered()
 
 
 class Outbox(Protocol):
@@ -23,11 +26,13 @@ class Outbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who answers, for the how many-th time, and on which stream of its outbox."""
+    """Who answers, for the how many-th time, on which stream of its outbox, and what came of earlier attempts."""
 
     replica: str
     attempt: int = 1
     stream_id: int = 0
+    delivered: Delivered = NOTHING
+    is_trial: bool = False
 
 
 class LiveRequest:
@@ -37,9 +42,11 @@ class LiveRequest:
         "_cached_tokens",
         "_choices",
         "_completion_tokens",
+        "_is_closed",
         "_last",
         "_num_open",
         "_pending",
+        "_phases",
         "_prompt_tokens",
         "_sequence",
         "engine_id",
@@ -58,6 +65,7 @@ class LiveRequest:
         request_id: str,
         engine_id: str,
         num_choices: int,
+        num_prompt: int = 0,
         origin: Origin,
         outbox: Outbox,
         times: AnswerTimes | None = None,
@@ -72,14 +80,16 @@ class LiveRequest:
         """A first token, the end of a choice or an error is waiting to be sent."""
         self.pending_bytes = 0
         """About what the waiting piece takes on the wire."""
-        self._num_open = num_choices
+        self._num_open = num_choices - len(origin.delivered.finished)
+        self._is_closed = False
+        self._phases: list[RequestPhase] = []
         self._pending = generation_pb2.GenerateResponse()
         self._choices: dict[int, generation_pb2.Choice] = {}
         self._last: ChoiceDelta | None = None
-        self._sequence = 0
-        self._prompt_tokens = 0
+        self._sequence = origin.delivered.next_sequence
+        self._prompt_tokens = num_prompt
         self._cached_tokens = 0
-        self._completion_tokens = 0
+        self._completion_tokens = origin.delivered.num_tokens
 
     @property
     def has_ended(self) -> bool:
@@ -95,6 +105,8 @@ class LiveRequest:
         """Take what a step brought."""
         if isinstance(event, RequestFailed):
             self.fail(event.error)
+        elif isinstance(event, RequestPhase):
+            self._enter(event)
         elif not self.has_ended:
             self._extend(event)
 
@@ -107,14 +119,15 @@ class LiveRequest:
     def take(self) -> generation_pb2.GenerateResponse | None:
         """The piece that is due, if there is one; the last piece carries the sums."""
         piece = self._pending
-        if not self._choices:
+        is_last = self._num_open == 0 and not self._is_closed
+        if not self._choices and not is_last:
             return None
         piece.request_id = self.request_id
         piece.sequence = self._sequence
         if self._sequence == 0:
             piece.usage.prompt_tokens = self._prompt_tokens
             piece.usage.cached_tokens = self._cached_tokens
-        if self._num_open == 0:
+        if is_last:
             self._close(piece)
         self._sequence += 1
         self._pending = generation_pb2.GenerateResponse()
@@ -122,6 +135,17 @@ class LiveRequest:
         self.pending_bytes = 0
         self.is_urgent = self.error is not None
         return piece
+
+    def take_phases(self) -> list[RequestPhase]:
+        """The phases that were entered since the last time."""
+        phases, self._phases = self._phases, []
+        return phases
+
+    def _enter(self, phase: RequestPhase) -> None:
+        if phase.phase is not Phase.SCHEDULED:
+            self.is_urgent = True
+        if not self.has_ended:
+            self._phases.append(phase)
 
     def _extend(self, delta: ChoiceDelta) -> None:
         choice = self._choices.get(delta.index)
@@ -140,19 +164,20 @@ class LiveRequest:
 
     def _close(self, piece: generation_pb2.GenerateResponse) -> None:
         last = self._last
-        assert last is not None
+        self._is_closed = True
         piece.usage.prompt_tokens = self._prompt_tokens
         piece.usage.cached_tokens = self._cached_tokens
         piece.usage.completion_tokens = self._completion_tokens
+        piece.execution.replica = self.origin.replica
+        piece.execution.attempts = self.origin.attempt
+        piece.timings.SetInParent()
+        if last is None:
+            return
         if last.timings is not None:
             piece.timings.CopyFrom(timings_to_proto(last.timings))
-        else:
-            piece.timings.SetInParent()
-        piece.execution.replica = self.origin.replica
         piece.execution.tier = last.tier
         piece.execution.bucket = last.bucket
         piece.execution.runner = last.runner
-        piece.execution.attempts = self.origin.attempt
 
 
 def _wire_bytes(delta: ChoiceDelta) -> int:

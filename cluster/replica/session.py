@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from typing import Any, TypeAlias
 
@@ -12,11 +13,18 @@ from google.protobuf.message import DecodeError
 
 from cluster import status
 from cluster.config import ReplicaConfig
+from cluster.delivered import Delivered
 from cluster.errors import MalformedMessage, SlowReader
 from cluster.replica.engine_backend import EngineBackend
 from cluster.replica.live_request import LiveRequest, Origin
 from protos import replica_pb2
+from worker.request import Phase
 
+PHASES = {
+    Phase.SCHEDULED: replica_pb2.STREAM_PHASE_SCHEDULED,
+    Phase.TRIAL_BEGAN: replica_pb2.STREAM_PHASE_TRIAL_BEGAN,
+    Phase.TRIAL_PASSED: replica_pb2.STREAM_PHASE_TRIAL_PASSED,
+}
 FRAME_BYTES = 512 * 1024
 """A frame takes no further answers past this."""
 
@@ -41,6 +49,8 @@ class AttachSession:
         self._dirty: dict[LiveRequest, None] = {}
         self._urgent: dict[LiveRequest, None] = {}
         self._refused: list[replica_pb2.StreamEvent] = []
+        self._unseen: list[threading.Event] = []
+        """Of the phases in the frame that is being written."""
         self._wake = asyncio.Event()
         self._is_load_due = self._is_state_due = True
         self._is_flush_due = self._is_ending = False
@@ -108,6 +118,7 @@ class AttachSession:
             self._writing_since_s = time.monotonic()
             await context.write(frame)
             self._writing_since_s = None
+            self._note_seen()
             for live in ended:
                 self._backend.close(live)
             if self._is_ending and not self._dirty and not self._wake.is_set():
@@ -139,8 +150,9 @@ class AttachSession:
     async def _open(self, submit: replica_pb2.Submit) -> None:
         stream_id = submit.stream_id
         request = submit.generate if submit.WhichOneof("request") == "generate" else submit.chat
-        origin = Origin(self._backend.name, submit.attempt, stream_id)
         try:
+            delivered = Delivered.from_proto(submit.delivered, submit.next_sequence)
+            origin = Origin(self._backend.name, submit.attempt, stream_id, delivered, submit.is_trial)
             live = await self._backend.open(request, timeout_s=submit.timeout_s or None, outbox=self, origin=origin)
         except Exception as error:  # noqa: BLE001  # whatever it is ends this request alone, with its status
             self._refused.append(
@@ -199,10 +211,21 @@ class AttachSession:
         self._urgent.pop(live, None)
         stream_id = live.origin.stream_id
         piece = self._backend.take(live)
+        for phase in live.take_phases():
+            if phase.seen is not None:
+                self._unseen.append(phase.seen)
+            elif piece is not None:
+                continue  # that it was scheduled shows in its tokens
+            frame.events.add(stream_id=stream_id, phase=PHASES[phase.phase])
         if piece is not None:
             frame.events.add(stream_id=stream_id, response=piece, end=live.has_ended and live.error is None)
         if live.error is not None:
             frame.events.add(stream_id=stream_id, error=status.stream_error(live.error), end=True)
+
+    def _note_seen(self) -> None:
+        for seen in self._unseen:
+            seen.set()
+        self._unseen.clear()
 
     def _flush(self) -> None:
         self._flush_timer = None
@@ -224,6 +247,7 @@ class AttachSession:
             self._cancel(stream_id)
         for live in (*self._dirty, *self._urgent):
             self._backend.close(live)
+        self._note_seen()
 
 
 async def _next_frame_of(context: Context) -> replica_pb2.RouterFrame | None:

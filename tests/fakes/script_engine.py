@@ -22,7 +22,18 @@ from worker.errors import (
 from worker.faults import Faults, InjectedCrash
 from worker.forecast import predict_ttft_s
 from worker.load import EngineInfo, GraphReadiness, LoadSnapshot, TierLoad
-from worker.request import ChoiceDelta, EngineEvent, FinishReason, GenerateRequest, Logprob, RequestFailed, Timings
+from worker.request import (
+    ChoiceDelta,
+    EngineEvent,
+    FinishReason,
+    GenerateRequest,
+    Logprob,
+    Phase,
+    RequestFailed,
+    RequestPhase,
+    Timings,
+    check_delivered,
+)
 from worker.sampling import check_token_ids
 from worker.service import EventSink
 
@@ -77,6 +88,9 @@ class _Choice:
     state: int
     length: int
     """Shortened when a stop token comes."""
+    position: int = 0
+    """Tokens it has, here or from elsewhere."""
+    has_ended: bool = False
 
 
 @dataclass(slots=True)
@@ -85,14 +99,21 @@ class _Row:
     choices: list[_Choice]
     started_s: float | None = None
     first_token_s: float | None = None
-    position: int = 0
+    num_steps: int = 0
+    has_trial_begun: bool = False
     submitted_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def position(self) -> int:
+        """Tokens of the choice that has most."""
+        return max(choice.position for choice in self.choices)
 
 
 class ScriptEngine:
     """An EngineService on a thread of its own. Answers are `script(prompt, seed, choice)`; greedy uses seed 0.
 
-    It ends answers at `max_tokens`, or at a stop token; stop strings are left to engines that have text.
+    It ends answers at `max_tokens`, or at a stop token; stop strings are left to engines that have text. What was
+    delivered elsewhere must be how the script begins. A trial has its first steps alone, like in a real engine.
     """
 
     def __init__(self, sink: EventSink, knobs: ScriptKnobs | None = None, *, faults: Faults | None = None) -> None:
@@ -103,6 +124,7 @@ class ScriptEngine:
         self._lock = threading.Condition()
         self._waiting: list[_Row] = []
         self._rows: dict[str, _Row] = {}
+        self._trial: _Row | None = None
         self._steps = 0
         self._num_tokens = 0
         self._answer_tokens = 0.0
@@ -138,7 +160,8 @@ class ScriptEngine:
         with self._lock:
             if len(self._waiting) >= self.knobs.max_waiting:
                 raise QueueFull(len(self._waiting), self.knobs.max_waiting, retry_after_s=0.05)
-            self._waiting.append(_Row(request, _choices(request, self.info)))
+            row = _Row(request, _choices(request, self.info))
+            self._waiting.insert(0 if request.is_trial else len(self._waiting), row)
             self._lock.notify()
 
     def cancel(self, request_id: str) -> None:
@@ -150,7 +173,7 @@ class ScriptEngine:
     def load(self) -> LoadSnapshot:
         with self._lock:
             rows, waiting = list(self._rows.values()), list(self._waiting)
-        left = [max(0, one.length - row.position) for row in (*rows, *waiting) for one in row.choices]
+        left = [max(0, one.length - one.position) for row in (*rows, *waiting) for one in row.choices]
         free = self.knobs.max_rows - len(rows)
         now_s, busy_since_s = time.monotonic(), self._busy_since_s
         return LoadSnapshot(
@@ -223,17 +246,51 @@ class ScriptEngine:
         with self._lock:
             if not self._rows and not self._waiting and not self._is_stopping:
                 self._lock.wait(0.1)
-            while self._waiting and len(self._rows) < self.knobs.max_rows:
-                row = self._waiting.pop(0)
-                row.started_s = time.monotonic()
-                self._rows[row.request.request_id] = row
-            return bool(self._rows)
+            started = self._admit()
+        if started:
+            self._sink([RequestPhase(row.request.request_id, Phase.SCHEDULED) for row in started])
+        return bool(self._rows)
+
+    def _admit(self) -> list[_Row]:
+        started: list[_Row] = []
+        while self._trial is None and self._waiting and len(self._rows) < self.knobs.max_rows:
+            row = self._waiting.pop(0)
+            row.started_s = time.monotonic()
+            self._rows[row.request.request_id] = row
+            if row.request.is_trial:
+                self._trial = row
+            started.append(row)
+        return started
+
+    def _rows_of_step(self) -> list[_Row]:
+        """All, or the one on trial; that it begins is known outside before its first step."""
+        trial = self._trial
+        if trial is not None and not trial.has_trial_begun:
+            trial.has_trial_begun = True
+            self._announce(trial, Phase.TRIAL_BEGAN)
+        with self._lock:
+            return [row for row in self._rows.values() if trial is None or row is trial]
+
+    def _end_trial(self) -> None:
+        trial = self._trial
+        if trial is None or (trial.num_steps < 2 and trial.request.request_id in self._rows):
+            return
+        self._trial = None
+        self._announce(trial, Phase.TRIAL_PASSED)
+
+    def _announce(self, trial: _Row, phase: Phase) -> None:
+        seen = threading.Event()
+        self._sink([RequestPhase(trial.request.request_id, phase, seen)])
+        self._await(seen)
+
+    def _await(self, seen: threading.Event) -> None:
+        """What a trial's judge must know is on its way, or that takes too long."""
+        seen.wait(0.1)
 
     def _step(self) -> None:
         started_s = self._busy_since_s = time.monotonic()
-        with self._lock:
-            rows = [(row.request.prompt_token_ids, row.position) for row in self._rows.values()]
-        self.faults.before_step(rows)
+        rows = self._rows_of_step()
+        self.faults.before_step([(row.request.prompt_token_ids, row.position) for row in rows])
         while self._is_hanging and not self._is_stopping:
             time.sleep(0.01)
         self._pass_time()
@@ -241,12 +298,14 @@ class ScriptEngine:
             raise _ScriptedCrash
         self._steps += 1
         with self._lock:
-            events = list(itertools.chain.from_iterable(self._advance(row) for row in tuple(self._rows.values())))
+            live = [row for row in rows if row.request.request_id in self._rows]
+            events = list(itertools.chain.from_iterable(self._advance(row) for row in live))
         self.faults.before_read()
         self.faults.after_step(time.monotonic() - started_s)
         self._busy_since_s = None
         if events:
             self._sink(events)
+        self._end_trial()
 
     def _advance(self, row: _Row) -> list[EngineEvent]:
         request, knobs = row.request, self.knobs
@@ -256,25 +315,32 @@ class ScriptEngine:
             return self._fail(row, NumericalError())
         if self.faults.meets("nan", request.prompt_token_ids, row.position):
             return self._fail(row, NumericalError())
-        start, row.position = row.position, row.position + knobs.tokens_per_step
+        row.num_steps += 1
         if row.first_token_s is None:
             row.first_token_s = time.monotonic()
         events: list[EngineEvent] = [
-            self._delta(row, index, choice, start) for index, choice in enumerate(row.choices) if start < choice.length
+            self._delta(row, index, choice) for index, choice in enumerate(row.choices) if not choice.has_ended
         ]
-        if all(row.position >= choice.length for choice in row.choices):
+        if all(choice.has_ended for choice in row.choices):
             del self._rows[request.request_id]
             self._answer_tokens += 0.1 * (row.position - self._answer_tokens) if self._answer_tokens else row.position
         return events
 
-    def _delta(self, row: _Row, index: int, choice: _Choice, start: int) -> ChoiceDelta:
+    def _delta(self, row: _Row, index: int, choice: _Choice) -> ChoiceDelta:
         params = row.request.sampling
-        ids = _tokens(choice.state, range(start, min(row.position, choice.length)))
-        stop_id = next((token_id for token_id in ids if token_id in params.stop_token_ids), None)
+        start = choice.position
+        last = _tokens(choice.state, range(max(start - 1, 0), start))
+        stop_id = next((token_id for token_id in last if token_id in params.stop_token_ids), None)
         if stop_id is not None:
-            ids = ids[: ids.index(stop_id) + 1]
-            choice.length = start + len(ids)
-        has_ended = row.position >= choice.length
+            choice.length = start
+        ids = _tokens(choice.state, range(start, min(start + self.knobs.tokens_per_step, choice.length)))
+        if stop_id is None:
+            stop_id = next((token_id for token_id in ids if token_id in params.stop_token_ids), None)
+            if stop_id is not None:
+                ids = ids[: ids.index(stop_id) + 1]
+                choice.length = start + len(ids)
+        choice.position = start + len(ids)
+        choice.has_ended = has_ended = choice.position >= choice.length
         logprobs = () if params.logprobs is None else tuple(_logprob(token_id, params.logprobs) for token_id in ids)
         self._num_tokens += len(ids)
         return ChoiceDelta(
@@ -347,6 +413,7 @@ def _check(request: GenerateRequest, info: EngineInfo) -> None:
     if length + (params.max_tokens or 1) > info.max_model_len:
         raise InvalidRequest("max_tokens", f"{params.max_tokens} does not fit after {length} prompt tokens")
     check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
+    check_delivered(request, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
     params.check_vocabulary(info.vocab_size)
 
 
@@ -354,7 +421,13 @@ def _choices(request: GenerateRequest, info: EngineInfo) -> list[_Choice]:
     params = request.sampling
     length = params.max_tokens or info.max_model_len - len(request.prompt_token_ids)
     seed = 0 if params.is_greedy else params.seed
-    return [_Choice(_script_state(request.prompt_token_ids, seed, index), length) for index in range(params.n)]
+    choices = [_Choice(_script_state(request.prompt_token_ids, seed, index), length) for index in range(params.n)]
+    for index, choice in enumerate(choices):
+        delivered = request.delivered_of(index)
+        if delivered != _tokens(choice.state, range(len(delivered))):
+            raise InvalidRequest("delivered", f"is not how choice {index} begins")
+        choice.position, choice.has_ended = len(delivered), index in request.finished
+    return choices
 
 
 def _script_state(prompt: Sequence[int], seed: int, choice: int) -> int:

@@ -12,30 +12,38 @@ from tests.fakes.script_runner import ScriptRunner, script_engine
 from worker.engine_thread import EngineThread
 from worker.errors import Draining, EngineDead, InvalidRequest, QueueFull, RequestAborted
 from worker.progress import FIRST_STEP_S, MIN_STALL_S, ProgressWatch
-from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, RequestFailed
+from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, RequestFailed, RequestPhase
 from worker.sampling import SamplingParams
+
+Condition = Callable[[list[ChoiceDelta | RequestFailed]], bool]
 
 
 class Sink:
     """Collects events and lets a test wait for them."""
 
     def __init__(self) -> None:
-        self.events: list[EngineEvent] = []
+        self.events: list[ChoiceDelta | RequestFailed] = []
+        self.phases: list[RequestPhase] = []
         self.calls: list[int] = []
         self._changed = threading.Condition()
 
     def __call__(self, events: Sequence[EngineEvent]) -> None:
+        """How far requests are does not count as an event."""
         with self._changed:
-            self.events += events
-            self.calls.append(len(events))
+            for event in events:
+                if isinstance(event, RequestPhase):
+                    self.phases.append(event)
+                else:
+                    self.events.append(event)
+            self.calls.append(sum(not isinstance(event, RequestPhase) for event in events))
             self._changed.notify_all()
 
-    def wait_for(self, condition: Callable[[list[EngineEvent]], bool], timeout_s: float = 10) -> None:
+    def wait_for(self, condition: Condition, timeout_s: float = 10) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: condition(self.events), timeout_s)
 
 
-def ended(name: str) -> Callable[[list[EngineEvent]], bool]:
+def ended(name: str) -> Condition:
     return lambda events: any(
         e.request_id == name and (isinstance(e, RequestFailed) or e.finish_reason is not None) for e in events
     )
