@@ -17,6 +17,7 @@ MESSAGE_BYTES = 4 * 1024 * 1024
 LINK_MESSAGE_BYTES = MESSAGE_BYTES + 64 * 1024
 """Between a router and a replica: a client's largest request in its envelope must not break the stream of all."""
 
+POLICY_NAMES = ("least-tokens", "prefix", "tier-fit")
 MAX_STREAMS = 1_000_000
 """More than any machine can hold; gRPC counts streams in a C int."""
 _NAME = re.compile(r"[!-~]{1,128}")
@@ -67,11 +68,15 @@ class RouterConfig:
     """Messages of one answer that may wait for its reader; more end the request."""
     placement_budget: int = 3
     """Replicas one request is given to at most, while no token of its answer has arrived."""
+    policy: str = "least-tokens"
+    """How a replica is chosen: least-tokens, prefix (prompts that begin alike go together) or tier-fit."""
+    affinity_bound: float = 2.0
+    """With `prefix`: the chosen replica has at most this many times the work of the one with the least."""
     wait_for_replica_s: float = 2.0
     """How long a request waits while no replica is ready."""
     announce_period_s: float = 1.0
     """How often replicas are told to announce themselves; after three periods of silence a lost one is forgotten."""
-    silence_timeout_s: float = 3.0
+    silence_timeout_s: float = 2.0
     """A replica that sends nothing at all for this long, not even its load, is given up."""
     connect_timeout_s: float = 2.0
     """From dialing a replica to its first frame."""
@@ -79,6 +84,10 @@ class RouterConfig:
     """Pause after a first failed connection; doubles with each further one."""
     reconnect_max_s: float = 5.0
     """Longest pause between connections."""
+    breaker_pause_min_s: float = 0.5
+    """A replica that failed has a pause before its next canary: at first this long, doubled with each further failure."""
+    breaker_pause_max_s: float = 30.0
+    """Longest pause before a canary."""
     canary_timeout_s: float = 15.0
     """Longest time of the generation that admits a replica."""
     keepalive: Keepalive = field(default_factory=Keepalive)
@@ -95,7 +104,11 @@ class RouterConfig:
         _at_least_one(self, "max_streams", "max_queued_messages", "placement_budget")
         _at_most(self, "max_streams", MAX_STREAMS)
         _positive(self, "announce_period_s", "silence_timeout_s", "connect_timeout_s", "canary_timeout_s")
-        _positive(self, "reconnect_min_s", "reconnect_max_s")
+        if self.policy not in POLICY_NAMES:
+            raise ValueError(f"policy {self.policy!r:.60} is not one of {', '.join(POLICY_NAMES)}")
+        if not 1 <= self.affinity_bound < math.inf:
+            raise ValueError(f"affinity_bound {self.affinity_bound} is under 1")
+        _positive(self, "reconnect_min_s", "reconnect_max_s", "breaker_pause_min_s", "breaker_pause_max_s")
         _not_negative(self, "wait_for_replica_s")
 
 

@@ -33,8 +33,13 @@ class Connection:
         self._config = config
         self._on_frame = on_frame
         self._outgoing: asyncio.Queue[replica_pb2.RouterFrame] = asyncio.Queue()
-        self._heard_s: float | None = None
+        self._quiet_s: float | None = None
         self._closing = asyncio.Event()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing.is_set()
 
     def send(self, frame: replica_pb2.RouterFrame) -> None:
         """Send after whatever was sent before."""
@@ -66,7 +71,7 @@ class Connection:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 frame = await call.read()
             while isinstance(frame, replica_pb2.ReplicaFrame):
-                self._heard_s = time.monotonic()
+                self._quiet_s = 0.0
                 self._on_frame(frame)
                 frame = await call.read()
 
@@ -76,16 +81,18 @@ class Connection:
                 await call.write(await self._outgoing.get())
 
     async def _watch(self) -> None:
-        """Ends when nothing was heard for too long; a tick that is late itself proves nothing about the replica."""
-        last_s = time.monotonic()
+        """Ends when nothing was heard for too long.
+
+        Of a tick that is late only one period counts: a router that was held up itself has not listened meanwhile, and
+        what has come since is still to be read.
+        """
         while True:
+            started_s = time.monotonic()
             await asyncio.sleep(WATCH_PERIOD_S)
-            now_s = time.monotonic()
-            was_late = now_s - last_s > 2 * WATCH_PERIOD_S
-            last_s = now_s
-            if self._heard_s is None or was_late:
+            if self._quiet_s is None:
                 continue
-            if now_s - self._heard_s > self._config.silence_timeout_s:
+            self._quiet_s += min(time.monotonic() - started_s, 2 * WATCH_PERIOD_S)
+            if self._quiet_s > self._config.silence_timeout_s:
                 self.is_silent = True
                 return
 

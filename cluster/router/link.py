@@ -14,9 +14,11 @@ import grpc
 from cluster.codec import AnyRequest
 from cluster.config import RouterConfig
 from cluster.errors import CanaryFailed, ReplicaLost
+from cluster.router.breaker import BreakerState
 from cluster.router.connection import Connection
 from cluster.router.policies import Candidate
 from cluster.router.stream import LinkStream
+from cluster.router.vitals import Vitals
 from protos import control_pb2, generation_pb2, replica_pb2
 
 JITTER = 0.2
@@ -28,7 +30,9 @@ class Link:
     """Keeps one Attach stream to a replica alive, and carries requests over it.
 
     A replica is ready here once it says so and a generation through this very stream has succeeded; a new stream
-    starts from nothing. `on_change` is called whenever `is_ready` or the graphs' readiness may have changed.
+    starts from nothing. One that has work but makes no progress loses its streams as if it had fallen silent, and is
+    out until another canary. `on_change` is called whenever `is_ready` or the graphs' readiness may have changed;
+    `has_others` tells whether other replicas are ready.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Link:
         probe: Callable[[Link], Awaitable[None]],
         on_change: Callable[[], None],
         incarnation: str = "",
+        has_others: Callable[[Link], bool] = lambda _: False,
     ) -> None:
         self.address = address
         self.name = address
@@ -48,14 +53,21 @@ class Link:
         self.load = control_pb2.Load()
         self.outstanding_tokens = 0
         """Placed here and neither delivered nor ended."""
+        self.vitals = Vitals(
+            pause_min_s=config.breaker_pause_min_s,
+            pause_max_s=config.breaker_pause_max_s,
+            may_open=lambda: has_others(self),
+        )
         self._config = config
         self._router = router
         self._probe = probe
         self._on_change = on_change
         self._expected_incarnation = incarnation
         self._foreign_tokens = 0
+        self._free_slots: tuple[tuple[int, int], ...] = ()
+        self._num_placed_since = 0
         self._reported: control_pb2.ReplicaState.ValueType = control_pb2.REPLICA_STATE_UNSPECIFIED
-        self._is_admitted = self._is_retired = self._was_attached = False
+        self._is_retired = self._was_attached = False
         self._connection: Connection | None = None
         self._streams: dict[int, LinkStream] = {}
         self._numbers = itertools.count(1)
@@ -72,7 +84,7 @@ class Link:
     def is_ready(self) -> bool:
         """Whether requests may be placed here."""
         reports_ready = self._reported == control_pb2.REPLICA_STATE_READY
-        return self.is_attached and self._is_admitted and reports_ready and not self._is_retired
+        return self.is_attached and self.vitals.breaker.is_closed and reports_ready and not self._is_retired
 
     @property
     def num_streams(self) -> int:
@@ -86,14 +98,26 @@ class Link:
             return control_pb2.REPLICA_STATE_FAILED if self._was_attached else control_pb2.REPLICA_STATE_STARTING
         if self._is_retired:
             return control_pb2.REPLICA_STATE_DRAINING
-        if self._reported == control_pb2.REPLICA_STATE_READY and not self._is_admitted:
+        if self._reported == control_pb2.REPLICA_STATE_READY and not self.vitals.breaker.is_closed:
             return control_pb2.REPLICA_STATE_STARTING
         return self._reported
 
     @property
+    def _is_leaving(self) -> bool:
+        return self._reported in (control_pb2.REPLICA_STATE_DRAINING, control_pb2.REPLICA_STATE_STOPPED)
+
+    @property
     def candidate(self) -> Candidate:
         """For the placement policy."""
-        return Candidate(self.name, self.outstanding_tokens, self._foreign_tokens, self.load.readiness)
+        return Candidate(
+            name=self.name,
+            outstanding_tokens=self.outstanding_tokens,
+            foreign_tokens=self._foreign_tokens,
+            readiness=self.load.readiness,
+            slowness=self.vitals.slowness.factor,
+            free_slots=self._free_slots,
+            num_placed_since=self._num_placed_since,
+        )
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -144,6 +168,7 @@ class Link:
         stream = LinkStream(self, stream_id, prompt_cost=prompt_cost, cost=cost, limit=limit)
         self._streams[stream_id] = stream
         self.outstanding_tokens += cost
+        self._num_placed_since += 1
         submit = submit or replica_pb2.Submit()
         submit.stream_id, submit.attempt, submit.timeout_s = stream_id, attempt, timeout_s or 0.0
         if isinstance(request, generation_pb2.GenerateRequest):
@@ -155,8 +180,11 @@ class Link:
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:
         """Take a stream off the table; unknown ids are ignored."""
-        stream = self._streams.pop(stream_id, None)
-        if stream is not None and cancel and self._connection is not None:
+        if self._streams.pop(stream_id, None) is not None and cancel:
+            self._cancel(stream_id)
+
+    def _cancel(self, stream_id: int) -> None:
+        if self._connection is not None:
             self._connection.send(replica_pb2.RouterFrame(cancel=replica_pb2.Cancel(stream_id=stream_id)))
 
     async def _run(self) -> None:
@@ -177,16 +205,29 @@ class Link:
             self._lose(connection)
 
     def _lose(self, connection: Connection) -> None:
+        self.vitals.note_loss(was_expected=not self.is_attached or self._is_leaving or connection.is_closing)
         self._connection = self.model = None
-        self._is_admitted = False
         self._reported = control_pb2.REPLICA_STATE_UNSPECIFIED
         self._foreign_tokens = 0
         if self._admission is not None:
             self._admission.cancel()
             self._admission = None
+        self._lose_streams(is_silent=connection.is_silent)
+        self._on_change()
+
+    def _lose_streams(self, *, is_silent: bool) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.lose(is_silent=connection.is_silent)
+            stream.lose(is_silent=is_silent)
+
+    def _expel(self) -> None:
+        """It makes no progress: its requests go elsewhere, and what it may still send for them reaches nobody."""
+        log.warning("replica %s (%s) makes no progress", self.name, self.incarnation)
+        self.vitals.breaker.stalled()
+        for stream_id in self._streams:
+            self._cancel(stream_id)
+        self._lose_streams(is_silent=True)
+        self._start_admission()
         self._on_change()
 
     async def _pause(self, failures: int) -> None:
@@ -206,15 +247,29 @@ class Link:
             stream = self._streams.get(event.stream_id)
             if stream is not None:
                 stream.push(event)
+                if event.end:
+                    self._note_end(event)
         if frame.HasField("load"):
             self._note_load(frame.load)
+
+    def _note_end(self, event: replica_pb2.StreamEvent) -> None:
+        was_closed = self.vitals.breaker.is_closed
+        self.vitals.note_end(event)
+        if was_closed and not self.vitals.breaker.is_closed:
+            log.warning("replica %s (%s) fails too many requests", self.name, self.incarnation)
+            self._start_admission()
+            self._on_change()
 
     def _note_load(self, load: control_pb2.Load) -> None:
         has_changed = load.readiness != self.load.readiness
         self.load = load
         self._foreign_tokens = max(0, load.outstanding_tokens - self.outstanding_tokens)
+        self._free_slots = tuple((tier.tier, tier.free_slots) for tier in load.tiers)
+        self._num_placed_since = 0
         if has_changed:
             self._on_change()
+        if self.vitals.note_load(load) and self.vitals.breaker.state is not BreakerState.OPEN:
+            self._expel()
 
     def _greet(self, hello: replica_pb2.ReplicaHello) -> None:
         if self._expected_incarnation not in ("", hello.incarnation):
@@ -229,21 +284,27 @@ class Link:
         if state == self._reported or not self.is_attached:
             return
         self._reported = state
-        if state == control_pb2.REPLICA_STATE_READY and self._admission is None:
-            self._admission = asyncio.create_task(self._admit())
+        if state == control_pb2.REPLICA_STATE_READY:
+            self._start_admission()
         self._on_change()
 
+    def _start_admission(self) -> None:
+        if self._admission is None or self._admission.done():
+            self._admission = asyncio.create_task(self._admit())
+
     async def _admit(self) -> None:
-        failures = 0
-        while True:
+        """Canaries, each after the breaker's pause, until one comes back."""
+        breaker = self.vitals.breaker
+        while not breaker.is_closed:
+            await asyncio.sleep(breaker.pause_left_s)
+            breaker.probing()
             try:
                 await self._probe(self)
             except CanaryFailed as error:
-                failures += 1
                 log.warning("%s", error)
-                await asyncio.sleep(min(self._config.reconnect_min_s * 2**failures, self._config.reconnect_max_s))
+                if breaker.state is BreakerState.HALF_OPEN:
+                    breaker.refused()
             else:
-                self._is_admitted = True
+                breaker.passed()
                 log.info("replica %s (%s) is ready", self.name, self.incarnation)
-                self._on_change()
-                return
+            self._on_change()

@@ -12,11 +12,13 @@ from typing import Protocol
 from cluster.config import RouterConfig, check_address, check_name
 from cluster.errors import StaleIncarnation
 from cluster.router.link import Link
+from cluster.router.slowness import Pace, Slowness, compare
 from protos import control_pb2, replica_pb2
 from worker.errors import InvalidRequest
 
 MAX_REPLICAS = 1024
 SILENT_PERIODS = 3
+COMPARE_PERIOD_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Membership:
         self._static: list[Link] = []
         self._members: dict[str, Member] = {}
         self._leaving: list[Link] = []
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def links(self) -> list[Link]:
@@ -63,19 +65,33 @@ class Membership:
             links.append(link)
         return links
 
+    def has_others(self, link: Link) -> bool:
+        """Whether another replica of its model is ready to take over."""
+        name = link.model.name if link.model else ""
+        return any(one.is_ready and one is not link and one.model and one.model.name == name for one in self.links)
+
+    def compare(self) -> None:
+        """See which replicas are slower than the others of their model."""
+        by_model: dict[str, list[tuple[Slowness, Pace | None]]] = {}
+        for link in self.links:
+            if link.model:
+                by_model.setdefault(link.model.name, []).append((link.vitals.slowness, link.vitals.pace))
+        for replicas in by_model.values():
+            compare(replicas, self._clock())
+
     def start(self) -> None:
         """Dial the configured replicas and watch over the announced ones."""
         for address in self._config.replicas:
             link = self._create_link(address, "")
             link.start()
             self._static.append(link)
-        self._sweeper = asyncio.create_task(self._sweep_forever())
+        self._tasks = [asyncio.create_task(work) for work in (self._sweep_forever(), self._compare_forever())]
 
     async def stop(self) -> None:
         """Hang up on every replica."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         links = (*self._static, *(member.link for member in self._members.values()), *self._leaving)
         await asyncio.gather(*(link.stop() for link in links))
 
@@ -122,6 +138,11 @@ class Membership:
         while True:
             await asyncio.sleep(self._config.announce_period_s)
             await self.sweep()
+
+    async def _compare_forever(self) -> None:
+        while True:
+            await asyncio.sleep(COMPARE_PERIOD_S)
+            self.compare()
 
 
 def _check(request: replica_pb2.AnnounceRequest) -> None:

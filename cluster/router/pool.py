@@ -20,6 +20,8 @@ from cluster.router.link import Link
 from cluster.router.membership import Membership
 from cluster.router.policies import Policy
 from cluster.router.stream import LinkStream
+from cluster.router.vitals import BREAKERS
+from cluster.router.want import want_of
 from protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from worker.errors import DeadlineExceeded, Draining, RequestAborted
 
@@ -153,6 +155,8 @@ class Pool:
                 load=link.load if link.is_attached else None,
                 router_outstanding_tokens=link.outstanding_tokens,
                 router_streams=link.num_streams,
+                breaker=BREAKERS[link.vitals.breaker.state],
+                slowness=link.vitals.slowness.estimate,
             )
             for link in self._membership.links
         ]
@@ -201,8 +205,9 @@ class Pool:
 
     async def _place(self, request: AnyRequest, answering: Answering, refused: set[str]) -> Link:
         links = await self._ready(request.model, answering, refused)
-        cost = sum(_cost(request, links[0]))
-        return links[self._policy([link.candidate for link in links], cost)]
+        prompt_cost, answer_cost = _cost(request, links[0])
+        want = want_of(request, prompt_cost=prompt_cost, answer_cost=answer_cost)
+        return links[self._policy([link.candidate for link in links], want)]
 
     def _open(self, link: Link, request: AnyRequest, attempt: int, answering: Answering) -> LinkStream:
         prompt_cost, answer_cost = _cost(request, link)

@@ -24,7 +24,7 @@ from cluster.router.announce import MembershipServicer
 from cluster.router.canary import run_canary
 from cluster.router.link import Link
 from cluster.router.membership import Membership
-from cluster.router.policies import LeastOutstandingTokens, Policy
+from cluster.router.policies import POLICIES, Policy
 from cluster.router.pool import Pool
 from cluster.transport import bind, create_server, offer_reflection
 from cluster.version import version
@@ -52,7 +52,7 @@ class RouterServer:
         self._pool = Pool(
             config,
             self._membership,
-            policy or LeastOutstandingTokens(),
+            policy or POLICIES[config.policy](config.affinity_bound),
             server_info=self._server_info,
             on_change=self._readiness_changed,
             metrics=self._metrics,
@@ -131,6 +131,7 @@ class RouterServer:
             probe=self._probe,
             on_change=self._pool.links_changed,
             incarnation=incarnation,
+            has_others=self._membership.has_others,
         )
 
     async def _probe(self, link: Link) -> None:

@@ -158,7 +158,7 @@ async def test_work_spreads_evenly_over_equal_replicas() -> None:
 async def test_a_quiet_stream_survives_its_keepalive_pings() -> None:
     quick = Keepalive(time_s=0.3, timeout_s=0.3, min_ping_interval_s=0.2)
     router, replica = replace(FAST, keepalive=quick), ReplicaConfig(keepalive=quick)
-    async with script_pool(1, router=router, replica=replica, knobs=ScriptKnobs(stall_s=60)) as pool:
+    async with script_pool(1, router=router, replica=replica, knobs=ScriptKnobs(stall_s=60, is_preparing=True)) as pool:
         options = [
             ("grpc.keepalive_time_ms", 300),
             ("grpc.keepalive_permit_without_calls", 1),
@@ -182,7 +182,7 @@ async def test_a_peer_that_floods_a_router_with_pings_is_cut_off() -> None:
         ("grpc.http2.min_time_between_pings_ms", 50),
         ("grpc.http2.ping_timeout_ms", 1000),
     ]
-    async with script_pool(1, knobs=ScriptKnobs(stall_s=60)) as pool:
+    async with script_pool(1, knobs=ScriptKnobs(stall_s=60, is_preparing=True)) as pool:
         pool.replicas[0].engine.knobs.is_hanging = True
         patient = asyncio.create_task(pool.client.generate(PROMPT, max_tokens=3, seed=1))
         async with grpc.aio.insecure_channel(pool.router.address, options=options) as channel:

@@ -1,0 +1,84 @@
+"""What a router holds for or against one replica."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import grpc
+
+from cluster.router.breaker import Breaker, BreakerState
+from cluster.router.slowness import Pace, Slowness, pace_of
+from protos import control_pb2, replica_pb2
+from worker.progress import allowed_step_s
+
+BREAKERS = {
+    BreakerState.CLOSED: control_pb2.BREAKER_CLOSED,
+    BreakerState.OPEN: control_pb2.BREAKER_OPEN,
+    BreakerState.HALF_OPEN: control_pb2.BREAKER_HALF_OPEN,
+}
+INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
+
+
+class StepWatch:
+    """Health as forward progress, as far as load reports show it."""
+
+    def __init__(self) -> None:
+        self._steps = -1
+        self._moved_s = 0.0
+
+    def is_stalled(self, load: control_pb2.Load, now_s: float) -> bool:
+        """Whether no step was completed for max(2 s, 4 times its predicted duration) while there was work.
+
+        The replica's own clock on the step under way counts, and so does a counter that stands still: an engine may
+        hang between two steps. Loading and capturing are excused.
+        """
+        has_work = load.running + load.waiting > 0
+        if load.steps != self._steps or not has_work or load.is_preparing:
+            self._steps, self._moved_s = load.steps, now_s
+        if load.is_preparing:
+            return False
+        return max(load.step_age_s, now_s - self._moved_s) > allowed_step_s(load.predicted_step_s)
+
+    def forget(self) -> None:
+        """A new connection: what was seen over the old one says nothing."""
+        self._steps = -1
+
+
+class Vitals:
+    """Breaker, progress and pace of one replica, fed by the frames of its stream."""
+
+    def __init__(
+        self,
+        *,
+        pause_min_s: float,
+        pause_max_s: float,
+        may_open: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.breaker = Breaker(pause_min_s=pause_min_s, pause_max_s=pause_max_s, may_open=may_open, clock=clock)
+        self.slowness = Slowness()
+        self.pace: Pace | None = None
+        self._watch = StepWatch()
+        self._clock = clock
+
+    def note_load(self, load: control_pb2.Load) -> bool:
+        """Take a load report; whether the replica has stalled."""
+        self.pace = pace_of(load, self.pace)
+        return self._watch.is_stalled(load, self._clock())
+
+    def note_end(self, event: replica_pb2.StreamEvent) -> None:
+        """Take the last event of a stream. Only an INTERNAL error counts against the replica."""
+        if event.WhichOneof("kind") != "error":
+            self.breaker.succeeded()
+        elif event.error.code == INTERNAL:
+            self.breaker.failed()
+
+    def note_loss(self, *, was_expected: bool) -> None:
+        """The connection has ended."""
+        self._watch.forget()
+        self.pace = None
+        if was_expected:
+            self.breaker.reconnecting()
+        else:
+            self.breaker.lost()
