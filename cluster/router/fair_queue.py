@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ QUANTUM_TOKENS = 512.0
 """What a tenant of weight 1 may spend in one round; a smaller one is fairer over short times, and takes more rounds."""
 HEADROOM = 8
 """One row in so many is kept for tenants that hold less than their share, so that they need not wait for an end."""
+REMEMBERED_S = 60.0
+"""A tenant that asked for nothing for this long is not expected: no row is kept for it."""
 RETRY_S = 0.5
 
 T = TypeVar("T")
@@ -118,13 +121,18 @@ class _Turn:
 class FairGate:
     """Lets requests through while the pool has rows for them, then in turns of their tenants.
 
-    `capacity` tells the rows of the pool now; one request is always let through. Some rows are kept for tenants with
-    less than their share. It fails to be fair over times shorter than the longest answers: nothing that runs is ended.
+    `capacity` tells the rows of the pool now; one request is always let through. Where several tenants are about, some
+    rows are kept for those with less than their share. It fails to be fair over times shorter than the longest
+    answers: nothing that runs is ended.
     """
 
-    def __init__(self, capacity: Callable[[], int], *, max_waiting: int = 1024) -> None:
+    def __init__(
+        self, capacity: Callable[[], int], *, max_waiting: int = 1024, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._capacity = capacity
         self._max_waiting = max_waiting
+        self._clock = clock
+        self._seen_s: dict[str, float] = {}
         self._queue: FairQueue[_Turn] = FairQueue()
         self._rows: dict[str, int] = {}
         self._used = 0
@@ -161,6 +169,7 @@ class FairGate:
 
     async def _wait(self, tenant: str, cost: float, rows: int, weight: float, timeout_s: float | None) -> None:
         turn = _Turn(tenant, rows, asyncio.get_running_loop().create_future())
+        self._seen_s[tenant] = self._clock()
         if not self._queue.num_waiting(tenant) and self._may_go(turn):
             self._hold(tenant, rows)
             return
@@ -191,10 +200,16 @@ class FairGate:
             return True
         if used + turn.rows > capacity:
             return False
-        own = self._rows.get(turn.tenant, 0)
-        num_tenants = len({*self._rows, *self._queue.tenants, turn.tenant})
-        has_its_share = own + turn.rows > capacity / max(2, num_tenants)
+        has_its_share = self._rows.get(turn.tenant, 0) + turn.rows > capacity / self._num_tenants()
         return not has_its_share or used + turn.rows <= capacity - capacity // HEADROOM
+
+    def _num_tenants(self) -> int:
+        """Those that may come soon; at least one has been seen."""
+        oldest_s = self._clock() - REMEMBERED_S
+        for tenant in [tenant for tenant, seen_s in self._seen_s.items() if seen_s < oldest_s]:
+            if tenant not in self._rows:
+                del self._seen_s[tenant]
+        return max(1, len(self._seen_s))
 
     def _hold(self, tenant: str, rows: int) -> None:
         self._used += rows

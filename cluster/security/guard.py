@@ -51,6 +51,10 @@ class Guard:
             else None
         )
 
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """None without TLS."""
+        return None if self.certificates is None else self.certificates.credentials()
+
     @property
     def pool_token(self) -> str:
         """What this server shows others of the pool; "" without one."""

@@ -65,6 +65,11 @@ class Tenancy:
         self._accounts: dict[str, Account] = {}
         self._owners: dict[str, str] = {}
 
+    @property
+    def has_tenant(self) -> bool:
+        """Whether the present caller is a tenant, who is held to a quota and a turn."""
+        return bool(current_caller().tenant)
+
     def prepare(self, request: AnyRequest) -> None:
         """Bind a checked request to its tenant: what it leaves in a prefix cache, only this tenant finds again."""
         tenant = current_caller().tenant
@@ -73,12 +78,9 @@ class Tenancy:
 
     @contextlib.asynccontextmanager
     async def turn(self, request: AnyRequest, *, timeout_s: float | None) -> AsyncIterator[Spending]:
-        """For as long as a request is answered. Raises QuotaExceeded, or DeadlineExceeded while it waits."""
+        """For as long as a request of a tenant is answered. Raises QuotaExceeded, or DeadlineExceeded while it waits."""
         name = current_caller().tenant
         spending = Spending(estimate(request))
-        if not name:
-            yield spending
-            return
         account, weight = self._account(name)
         account.open(spending.estimate)
         self._owners[request.request_id] = name
