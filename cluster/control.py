@@ -8,6 +8,7 @@ import grpc
 
 from cluster import status
 from cluster.backend import Backend
+from cluster.security.tenancy import Tenancy
 from protos import control_pb2, control_pb2_grpc
 from worker.errors import InvalidRequest
 
@@ -20,8 +21,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Looks at a backend and steers it."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, tenancy: Tenancy | None = None) -> None:
         self._backend = backend
+        self._tenancy = tenancy
 
     async def GetServerInfo(  # noqa: D102, N802  # the contract is in the .proto
         self,
@@ -58,4 +60,6 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.AbortRequest, context: Context
     ) -> control_pb2.AbortResponse:
         async with status.on_error(context):
-            return control_pb2.AbortResponse(found=self._backend.abort(request.request_id))
+            # Another tenant's request is as good as none: that it exists is nobody's business.
+            may_abort = self._tenancy is None or self._tenancy.may_abort(request.request_id)
+            return control_pb2.AbortResponse(found=may_abort and self._backend.abort(request.request_id))

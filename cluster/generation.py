@@ -16,6 +16,7 @@ from cluster.backend import Backend
 from cluster.codec import AnyRequest
 from cluster.config import MESSAGE_BYTES
 from cluster.errors import AnswerTooLarge, DuplicateRequest, TooManyStreams
+from cluster.security.tenancy import Tenancy
 from protos import generation_pb2, generation_pb2_grpc
 from worker.errors import DeadlineExceeded
 
@@ -34,9 +35,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     Nothing, not even initial metadata, is sent before the first piece, so that until then an RPC may be tried again.
     """
 
-    def __init__(self, backend: Backend, *, max_streams: int, draw_seed: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        max_streams: int,
+        draw_seed: Callable[[], int] | None = None,
+        tenancy: Tenancy | None = None,
+    ) -> None:
         self._backend = backend
         self._max_streams = max_streams
+        self._tenancy = tenancy
         self._draw_seed = draw_seed or (lambda: secrets.randbits(63))
         self._live: set[str] = set()
 
@@ -96,11 +105,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with status.on_error(context):
             self._admit(request, context)
             try:
-                pieces = self._backend.generate(request, timeout_s=_time_left(context))
-                async with contextlib.aclosing(pieces):
-                    yield pieces
+                async with self._turn(request, context) as counted:
+                    pieces = counted(self._backend.generate(request, timeout_s=_time_left(context)))
+                    async with contextlib.aclosing(pieces):
+                        yield pieces
             finally:
                 self._live.discard(request.request_id)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, request: AnyRequest, context: Context) -> AsyncIterator[Callable[[Pieces], Pieces]]:
+        """Wait for the turn of the request's tenant; what passes through the callable given is counted for it."""
+        if self._tenancy is None or not self._tenancy.has_tenant:
+            yield lambda pieces: pieces
+            return
+        async with self._tenancy.turn(request, timeout_s=_time_left(context)) as spending:
+            yield spending.counted
 
     def _admit(self, request: AnyRequest, context: Context) -> None:
         """Check the request and make it repeatable: it gets its id and its seed here, once for all attempts."""
@@ -111,6 +130,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         codec.check_request(request)
         if not request.sampling.HasField("seed"):
             request.sampling.seed = self._draw_seed()
+        if self._tenancy is not None:
+            self._tenancy.prepare(request)
         if len(self._live) >= self._max_streams:
             raise TooManyStreams(self._max_streams)
         if request.request_id in self._live:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from cluster.config import Keepalive
+from cluster.security.config import ROUTER_NAME, SecurityConfig
+from cluster.security.identity import identity_of
 from cluster.transport import open_link_channel
 from protos import replica_pb2, replica_pb2_grpc
 
@@ -20,14 +22,25 @@ log = logging.getLogger(__name__)
 
 
 class Announcer:
-    """Announces to each router at once, after every change, and at the pace the router asks for."""
+    """Announces to each router at once, after every change, and at the pace the router asks for.
+
+    It dials again when the certificate it shows has been renewed.
+    """
 
     def __init__(
-        self, announcement: Callable[[], replica_pb2.AnnounceRequest], *, period_s: float, keepalive: Keepalive
+        self,
+        announcement: Callable[[], replica_pb2.AnnounceRequest],
+        *,
+        period_s: float,
+        keepalive: Keepalive,
+        security: SecurityConfig | None = None,
     ) -> None:
         self._announcement = announcement
         self._period_s = period_s
         self._keepalive = keepalive
+        self._security = security or SecurityConfig()
+        self._problem = ""
+        """Why the latest announcement was not taken."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changes: dict[str, asyncio.Event] = {}
 
@@ -53,28 +66,33 @@ class Announcer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, address: str, change: asyncio.Event) -> None:
-        async with open_link_channel(address, self._keepalive) as channel:
-            stub = replica_pb2_grpc.MembershipServiceStub(channel)
-            was_heard = True
-            while True:
-                change.clear()
-                period_s = await self._announce(stub)
-                if (period_s is not None) != was_heard:
-                    was_heard = period_s is not None
-                    log.log(logging.INFO if was_heard else logging.WARNING, _heard(address, was_heard))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(period_s or self._period_s):
-                        await change.wait()
+        identity = identity_of(self._security)
+        was_heard = True
+        while True:
+            shown = identity.num_changes
+            async with open_link_channel(address, self._keepalive, self._security, peer=ROUTER_NAME) as channel:
+                stub = replica_pb2_grpc.MembershipServiceStub(channel)
+                while shown == identity.num_changes:
+                    change.clear()
+                    period_s = await self._announce(stub)
+                    if (period_s is not None) != was_heard:
+                        was_heard = period_s is not None
+                        self._log_heard(address, was_heard)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(period_s or self._period_s):
+                            await change.wait()
 
     async def _announce(self, stub: replica_pb2_grpc.MembershipServiceAsyncStub) -> float | None:
         """The pace the router asks for; None if it did not take the announcement."""
         try:
             response = await stub.Announce(self._announcement(), timeout=max(1.0, self._period_s))
         except grpc.aio.AioRpcError as error:
-            log.debug("announcement refused: %s %s", error.code(), error.details())
+            self._problem = f"{error.code().name}: {error.details()}"
             return None
         return min(max(response.next_s or self._period_s, MIN_PERIOD_S), MAX_PERIOD_S)
 
-
-def _heard(address: str, was_heard: bool) -> str:
-    return f"router {address} {'takes' if was_heard else 'does not take'} announcements"
+    def _log_heard(self, address: str, was_heard: bool) -> None:
+        if was_heard:
+            log.info("router %s takes announcements", address)
+        else:
+            log.warning("router %s does not take announcements (%s)", address, self._problem)

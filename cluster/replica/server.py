@@ -30,6 +30,8 @@ from cluster.replica.faults import add_faults
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.lifecycle import Lifecycle, State
 from cluster.replica.text import TextProcessor, Texts
+from cluster.security.guard import Authenticate, Guard
+from cluster.security.tenancy import Tenancy
 from cluster.transport import bind, create_server, offer_reflection
 from cluster.version import version
 from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc, replica_pb2, replica_pb2_grpc
@@ -79,11 +81,18 @@ class ReplicaServer:
             server_info=self._server_info,
         )
         self._attach = AttachServicer(self._backend, config, self._hello)
-        self._generation = GenerationServicer(self._backend, max_streams=config.max_streams)
+        self._guard = Guard(config.security)
+        self._tenancy = Tenancy(self._guard)
+        self._generation = GenerationServicer(self._backend, max_streams=config.max_streams, tenancy=self._tenancy)
         self._health = Health()
         self._rpcs = RpcCounter(generation.SERVICE)
-        self._exporter = MetricsExporter(config.metrics_listen, self._metrics)
-        self._announcer = Announcer(self._announcement, period_s=config.announce_period_s, keepalive=config.keepalive)
+        self._exporter = MetricsExporter(config.metrics_listen, self._metrics, self._guard)
+        self._announcer = Announcer(
+            self._announcement,
+            period_s=config.announce_period_s,
+            keepalive=config.keepalive,
+            security=config.security,
+        )
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
@@ -127,10 +136,10 @@ class ReplicaServer:
             keepalive=self._config.keepalive,
             max_streams=self._config.max_streams,
             message_bytes=LINK_MESSAGE_BYTES,
-            watchers=(self._rpcs,),
+            watchers=(Authenticate(self._guard), self._rpcs),
         )
         await self._add_services(server)
-        port = bind(server, self._config.listen)
+        port = bind(server, self._config.listen, self._guard.server_credentials())
         self._exporter.start()
         host = self._config.advertise or split_address("listen", self._config.listen)[0]
         self._backend.address = join_address(host, port)
@@ -177,12 +186,12 @@ class ReplicaServer:
     async def _add_services(self, server: grpc.aio.Server) -> None:
         replica_pb2_grpc.add_ReplicaServiceServicer_to_server(self._attach, server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, server)
-        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._backend), server)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._backend, self._tenancy), server)
         add_faults(server, self._config, self._faults)
         await self._health.start(server)
         if self._config.reflection:
             services = (attach.SERVICE, generation.SERVICE, control.SERVICE, health.SERVICE)
-            offer_reflection(server, self._config.listen, services)
+            offer_reflection(server, self._config.listen, services, is_guarded=self._config.security.asks_who)
 
     async def _watch_engine(self) -> None:
         period_s = self._config.load_period_s

@@ -22,10 +22,14 @@ from cluster.metrics.rpcs import RpcCounter
 from cluster.router import announce
 from cluster.router.announce import MembershipServicer
 from cluster.router.canary import run_canary
+from cluster.router.capacity import num_rows
+from cluster.router.fair_queue import FairGate
 from cluster.router.link import Link
 from cluster.router.membership import Membership
 from cluster.router.policies import POLICIES, Policy
 from cluster.router.pool import Pool
+from cluster.security.guard import Authenticate, Guard
+from cluster.security.tenancy import Tenancy
 from cluster.transport import bind, create_server, offer_reflection
 from cluster.version import version
 from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc, replica_pb2_grpc
@@ -37,7 +41,10 @@ STOP_GRACE_S = 0.5
 
 
 class RouterServer:
-    """Serves clients from whatever replicas are configured or announce themselves."""
+    """Serves clients from whatever replicas are configured or announce themselves.
+
+    Raises OSError or ValueError for files of certificates and tokens that cannot be used.
+    """
 
     def __init__(self, config: RouterConfig, *, policy: Policy | None = None) -> None:
         self._config = config
@@ -47,7 +54,10 @@ class RouterServer:
         self._health = Health()
         self._metrics = RouterMetrics()
         self._rpcs = RpcCounter(generation.SERVICE)
-        self._exporter = MetricsExporter(config.metrics_listen, self._collect)
+        self._guard = Guard(config.security)
+        self._gate = FairGate(self._num_rows)
+        self._tenancy = Tenancy(self._guard, self._gate)
+        self._exporter = MetricsExporter(config.metrics_listen, self._collect, self._guard)
         self._membership = Membership(config, self._create_link)
         self._pool = Pool(
             config,
@@ -57,7 +67,7 @@ class RouterServer:
             on_change=self._readiness_changed,
             metrics=self._metrics,
         )
-        self._generation = GenerationServicer(self._pool, max_streams=config.max_streams)
+        self._generation = GenerationServicer(self._pool, max_streams=config.max_streams, tenancy=self._tenancy)
         self._server: grpc.aio.Server | None = None
         self._address = ""
 
@@ -83,10 +93,10 @@ class RouterServer:
             keepalive=self._config.keepalive,
             max_streams=self._config.max_streams,
             message_bytes=MESSAGE_BYTES,
-            watchers=(self._rpcs,),
+            watchers=(Authenticate(self._guard), self._rpcs),
         )
         await self._add_services(server)
-        port = bind(server, self._config.listen)
+        port = bind(server, self._config.listen, self._guard.server_credentials())
         self._exporter.start()
         self._address = join_address(split_address("listen", self._config.listen)[0], port)
         await server.start()
@@ -116,12 +126,12 @@ class RouterServer:
     async def _add_services(self, server: grpc.aio.Server) -> None:
         membership = MembershipServicer(self._membership, router=self.name, period_s=self._config.announce_period_s)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, server)
-        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._pool), server)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._pool, self._tenancy), server)
         replica_pb2_grpc.add_MembershipServiceServicer_to_server(membership, server)
         await self._health.start(server)
         if self._config.reflection:
             services = (generation.SERVICE, control.SERVICE, announce.SERVICE, health.SERVICE)
-            offer_reflection(server, self._config.listen, services)
+            offer_reflection(server, self._config.listen, services, is_guarded=self._config.security.asks_who)
 
     def _create_link(self, address: str, incarnation: str) -> Link:
         return Link(
@@ -137,7 +147,11 @@ class RouterServer:
     async def _probe(self, link: Link) -> None:
         await run_canary(link, timeout_s=self._config.canary_timeout_s)
 
+    def _num_rows(self) -> int:
+        return num_rows(link.load for link in self._membership.links if link.is_ready)
+
     def _readiness_changed(self) -> None:
+        self._gate.look_again()
         self._health.set(is_serving=self._pool.has_ready, readiness=self._pool.readiness)
 
     def _collect(self) -> Iterator[Metric]:
