@@ -1,0 +1,24 @@
+"""Where a replica that Serve has placed finds things."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.served_replica import router_address
+
+
+@pytest.mark.parametrize(
+    ("router", "found"),
+    [
+        ("head-address:50050", "10.0.0.10:50050"),
+        ("10.0.0.7:50051", "10.0.0.7:50051"),
+        ("router.internal:50050", "router.internal:50050"),
+        ("my-head-address:50050", "my-head-address:50050"),
+    ],
+)
+def test_a_router_on_the_head_needs_no_address_in_the_config(router: str, found: str) -> None:
+    assert router_address(router, "10.0.0.10:6379") == found
+
+
+def test_an_ipv6_head_keeps_its_brackets() -> None:
+    assert router_address("head-address:50050", "[fd00::10]:6379") == "[fd00::10]:50050"
