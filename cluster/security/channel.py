@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cluster.config import is_loopback, split_address
 from cluster.security.config import ClientSecurity
 from cluster.security.tokens import bearer_metadata
 
+TOKEN_VARIABLE = "GRAPHPOOL_TOKEN"
 OVERRIDE = "grpc.ssl_target_name_override"
 
 
@@ -63,11 +66,14 @@ class TokenChannel:
         return call
 
 
-def open_client_channel(api: Any, target: str, security: ClientSecurity, options: list[tuple[str, Any]]) -> Any:
-    """A client's channel of `api`, which is grpc or grpc.aio.
+def open_client_channel(
+    api: Any, target: str, security: ClientSecurity, options: list[tuple[str, Any]], token: str | None
+) -> Any:
+    """A client's channel of `api`, which is grpc or grpc.aio, with this token, the one configured or GRAPHPOOL_TOKEN's.
 
     Raises ValueError for a token that would travel in the clear, and what is wrong with the certificates' files.
     """
+    security = replace(security, token=token or security.token or os.environ.get(TOKEN_VARIABLE, "").strip())
     if security.has_tls:
         from cluster.security.tls import client_credentials
 

@@ -48,11 +48,12 @@ class Spending:
 
     async def counted(self, pieces: Pieces) -> Pieces:
         """The same pieces, counted as they pass."""
-        async for piece in pieces:
-            self.prompt_tokens = max(self.prompt_tokens, piece.usage.prompt_tokens)
-            for choice in piece.choices:
-                self.num_tokens += len(choice.token_ids)
-            yield piece
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                self.prompt_tokens = max(self.prompt_tokens, piece.usage.prompt_tokens)
+                for choice in piece.choices:
+                    self.num_tokens += len(choice.token_ids)
+                yield piece
 
 
 class Tenancy:
