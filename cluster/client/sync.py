@@ -20,6 +20,7 @@ from cluster.client.requests import (
     tokenize_request,
 )
 from cluster.config import ClientConfig
+from cluster.security.channel import open_client_channel
 from cluster.transport import client_options
 from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc
 
@@ -58,11 +59,13 @@ class GraphpoolClient:
     """Calls one router or replica at `target` (host:port). Thread-safe; failed calls raise CallError.
 
     UNAVAILABLE and RESOURCE_EXHAUSTED are tried again, at the pace the server asks for, until the first message.
+    `token` says who calls; without one GRAPHPOOL_TOKEN is looked at. Raises ValueError when it would travel in the clear.
     """
 
-    def __init__(self, target: str, config: ClientConfig | None = None) -> None:
+    def __init__(self, target: str, config: ClientConfig | None = None, *, token: str | None = None) -> None:
         self._config = config or ClientConfig()
-        self._channel = grpc.insecure_channel(target, options=client_options(self._config))
+        options = client_options(self._config)
+        self._channel: grpc.Channel = open_client_channel(grpc, target, self._config.security, options, token)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._control = control_pb2_grpc.ControlServiceStub(self._channel)
 
