@@ -13,6 +13,11 @@ from rich.text import Text
 from cluster.client import PoolStatus
 from protos import control_pb2
 
+NOTABLE_SLOWNESS = 1.5
+WIDE_COUNTS = (
+    *("outstanding_tokens", "steps", "graph_replays", "eager_steps"),
+    *("prefix_cache_queries", "prefix_cache_hits", "waiting_prefill_tokens"),
+)
 READY = control_pb2.REPLICA_STATE_READY
 STATE_COLOURS = {"READY": "green", "STARTING": "yellow", "DRAINING": "yellow", "STOPPED": "dim", "FAILED": "red"}
 
@@ -25,6 +30,11 @@ def state_name(state: control_pb2.ReplicaState.ValueType) -> str:
 def readiness_name(readiness: control_pb2.GraphReadiness.ValueType) -> str:
     """`full` for GRAPH_READINESS_FULL."""
     return control_pb2.GraphReadiness.Name(readiness).removeprefix("GRAPH_READINESS_").lower()
+
+
+def breaker_name(breaker: control_pb2.Breaker.ValueType) -> str:
+    """`half_open` for BREAKER_HALF_OPEN."""
+    return control_pb2.Breaker.Name(breaker).removeprefix("BREAKER_").lower()
 
 
 def pool_table(pool: PoolStatus) -> Group:
@@ -45,9 +55,19 @@ def load_table(replicas: Sequence[control_pb2.ReplicaLoad]) -> Table:
     for title in (*(f"≤{tier}" for tier in tiers), "run", "wait", "tok/s", "step ms", "blocks", "graphs"):
         table.add_column(title, justify="right", no_wrap=True)
     for replica in sorted(replicas, key=lambda replica: replica.replica):
-        state = state_name(replica.state)
-        table.add_row(replica.replica, Text(state, STATE_COLOURS.get(state, "")), *_load_cells(replica, tiers))
+        table.add_row(replica.replica, _state_cell(replica), *_load_cells(replica, tiers))
     return table
+
+
+def _state_cell(replica: control_pb2.ReplicaLoad) -> Text:
+    """The state, and what is out of the ordinary: a breaker that is not closed, steps slower than those of peers."""
+    state = state_name(replica.state)
+    cell = Text(state, STATE_COLOURS.get(state, ""))
+    if replica.breaker in (control_pb2.BREAKER_OPEN, control_pb2.BREAKER_HALF_OPEN):
+        cell.append(f" {breaker_name(replica.breaker)}", "red")
+    if replica.slowness >= NOTABLE_SLOWNESS:
+        cell.append(f" {replica.slowness:.1f}x", "yellow")
+    return cell
 
 
 def _load_cells(replica: control_pb2.ReplicaLoad, tiers: Sequence[int]) -> list[str]:
@@ -70,10 +90,11 @@ def load_values(replica: control_pb2.ReplicaLoad) -> dict[str, Any]:
     """Plain values with the wire contract's field names; states as words."""
     values = MessageToDict(replica, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     values["state"] = state_name(replica.state)
+    values["breaker"] = breaker_name(replica.breaker)
     load: dict[str, Any] = values.get("load") or {}
     if load:
         load["readiness"] = readiness_name(replica.load.readiness)
-        for name in ("outstanding_tokens", "steps", "graph_replays", "eager_steps"):
+        for name in WIDE_COUNTS:
             load[name] = int(load[name])  # JSON's mapping of protobuf writes 64-bit integers as strings
     values["router_outstanding_tokens"] = int(values["router_outstanding_tokens"])
     return values

@@ -11,6 +11,7 @@ from cluster.metrics.families import SECONDS, Histogram, gauge, plain_counter, p
 from protos import control_pb2
 
 STATES = tuple(state for state in control_pb2.ReplicaState.values() if state)
+BREAKERS = tuple(breaker for breaker in control_pb2.Breaker.values() if breaker)
 READINESS = tuple(readiness for readiness in control_pb2.GraphReadiness.values() if readiness)
 
 
@@ -36,7 +37,9 @@ class RouterMetrics:
         self._added.observe(placed_after_s)
         self._first_token.observe(first_token_s)
 
-    def families(self, loads: Sequence[control_pb2.ReplicaLoad], num_streams: int) -> Iterator[Metric]:
+    def families(
+        self, loads: Sequence[control_pb2.ReplicaLoad], num_streams: int, *, num_trips: int = 0
+    ) -> Iterator[Metric]:
         """For a scrape."""
         yield plain_gauge("streams", "Requests being answered.", num_streams)
         yield plain_counter("placements", "Requests given to a replica, repeated ones included.", self._placements)
@@ -45,6 +48,12 @@ class RouterMetrics:
         )
         yield _replicas(loads)
         yield _readiness(loads)
+        yield _breakers(loads)
+        yield plain_counter("breaker_trips", "How often a replica that was in service was taken out of it.", num_trips)
+        slowest = max((load.slowness for load in loads if load.state == control_pb2.REPLICA_STATE_READY), default=1.0)
+        yield plain_gauge(
+            "slowest_replica_ratio", "Step time of the slowest READY replica against its peers'.", slowest
+        )
         yield self._added.family("router_seconds", "From the arrival of a request to its placement.")
         yield self._first_token.family(
             "router_time_to_first_token_seconds", "From the arrival of a request to its first token."
@@ -62,3 +71,10 @@ def _readiness(loads: Sequence[control_pb2.ReplicaLoad]) -> Metric:
     names = {one: control_pb2.GraphReadiness.Name(one).removeprefix("GRAPH_READINESS_").lower() for one in READINESS}
     samples = (((name,), counts[one]) for one, name in names.items())
     return gauge("ready_replicas", "READY replicas, by how much runs from graphs.", samples, ("readiness",))
+
+
+def _breakers(loads: Sequence[control_pb2.ReplicaLoad]) -> Metric:
+    counts = Counter(load.breaker for load in loads)
+    names = {one: control_pb2.Breaker.Name(one).removeprefix("BREAKER_").lower() for one in BREAKERS}
+    samples = (((name,), counts[one]) for one, name in names.items())
+    return gauge("breakers", "Known replicas, by whether requests are placed on them.", samples, ("state",))

@@ -51,6 +51,7 @@ class Membership:
         self._static: list[Link] = []
         self._members: dict[str, Member] = {}
         self._leaving: list[Link] = []
+        self._num_past_trips = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -69,6 +70,11 @@ class Membership:
         """Whether another replica of its model is ready to take over."""
         name = link.model.name if link.model else ""
         return any(one.is_ready and one is not link and one.model and one.model.name == name for one in self.links)
+
+    @property
+    def num_trips(self) -> int:
+        """How often a breaker of theirs went from closed to open, replicas that are gone included."""
+        return self._num_past_trips + sum(link.vitals.breaker.num_trips for link in self.links)
 
     def compare(self) -> None:
         """See which replicas are slower than the others of their model."""
@@ -117,9 +123,11 @@ class Membership:
             if not member.link.is_attached and member.seen_s < limit_s:
                 log.info("replica %s (%s) is forgotten", name, member.incarnation)
                 del self._members[name]
+                self._num_past_trips += member.link.vitals.breaker.num_trips
                 await member.link.stop()
         for link in [link for link in self._leaving if link.num_streams == 0]:
             self._leaving.remove(link)
+            self._num_past_trips += link.vitals.breaker.num_trips
             await link.stop()
 
     def _add(self, request: replica_pb2.AnnounceRequest, predecessor: Member | None) -> None:

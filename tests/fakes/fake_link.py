@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from cluster.router.vitals import Vitals
+from protos import control_pb2
+
 
 class FakeLink:
     """Records what is done to it."""
@@ -13,6 +16,9 @@ class FakeLink:
         self.outstanding_tokens = 0
         self.num_streams = 0
         self.is_attached = True
+        self.is_ready = True
+        self.model = control_pb2.ModelInfo(name="model")
+        self.vitals = Vitals(pause_min_s=1.0, pause_max_s=1.0, may_open=lambda: True)
         self.calls: list[str] = []
         self.forgotten: list[tuple[int, bool]] = []
 

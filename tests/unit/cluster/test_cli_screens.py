@@ -53,6 +53,18 @@ def test_the_table_has_a_line_for_each_replica_in_the_order_of_their_names() -> 
     assert second.split() == ["replica-1", "READY", "3+13", "3", "2", "77.7", "12.3", "10/100", "full"]
 
 
+def test_a_breaker_that_is_not_closed_and_a_slow_replica_show_in_the_state() -> None:
+    slow, out = control_pb2.ReplicaLoad(), control_pb2.ReplicaLoad()
+    slow.CopyFrom(READY)
+    slow.slowness, slow.breaker = 5.04, control_pb2.BREAKER_CLOSED
+    out.CopyFrom(STARTING)
+    out.breaker = control_pb2.BREAKER_HALF_OPEN
+    lines = shown(load_table([slow, out])).splitlines()
+    assert lines[1].split()[1:3] == ["STARTING", "half_open"]
+    assert lines[2].split()[1:3] == ["READY", "5.0x"]
+    assert load_values(slow)["breaker"] == "closed"
+
+
 def test_the_table_of_four_tiers_fits_a_terminal_of_80_columns() -> None:
     wide = control_pb2.ReplicaLoad()
     wide.CopyFrom(READY)
@@ -70,6 +82,7 @@ def test_plain_values_are_json_with_real_numbers_and_words() -> None:
     assert values["state"] == "READY"
     assert values["load"]["readiness"] == "full"
     assert values["load"]["steps"] == 2**40
+    assert values["load"]["prefix_cache_hits"] == 0
     assert values["router_outstanding_tokens"] == 0
 
 
