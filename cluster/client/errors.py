@@ -4,6 +4,8 @@ CallError
 ├── InvalidArgument      a field of the request is wrong; the details name it
 ├── NotFound             another model is served
 ├── AlreadyExists        the request id is live already
+├── Unauthenticated      the server does not know who calls: a token is missing or wrong
+├── PermissionDenied     the caller may not do this
 ├── FailedPrecondition   the server has not loaded its model
 ├── ResourceExhausted    too much is going on; come back after `retry_after_s`
 ├── Unavailable          nobody can take the request, or whoever had it is gone
@@ -48,6 +50,14 @@ class AlreadyExists(CallError):
     """A request of this id is being answered."""
 
 
+class Unauthenticated(CallError):
+    """The server does not know who calls."""
+
+
+class PermissionDenied(CallError):
+    """The caller's roles do not reach this far."""
+
+
 class FailedPrecondition(CallError):
     """The server is not in a state to answer."""
 
@@ -76,6 +86,8 @@ _TYPES: dict[grpc.StatusCode, type[CallError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
