@@ -91,7 +91,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         # Without the look-up of its own name that HTTPServer does, which may take seconds.
         socket.socket.bind(self.socket, self.server_address)
         self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def get_request(self) -> tuple[Any, Any]:

@@ -60,7 +60,7 @@ class ServerCertificates:
         self._served = self.pems
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(self._served),
-            self._fetch,
+            self._fetch,  # type: ignore[arg-type]  # None = nothing has changed, which the stub does not know
             require_client_authentication=self._config.wants_client_certs,
         )
 
