@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import grpc
+
 from cluster.config import is_loopback, split_address
 from cluster.security.config import ClientSecurity
 from cluster.security.tokens import bearer_metadata
@@ -66,13 +68,26 @@ class TokenChannel:
         return call
 
 
-def open_client_channel(
-    api: Any, target: str, security: ClientSecurity, options: list[tuple[str, Any]], token: str | None
-) -> Any:
-    """A client's channel of `api`, which is grpc or grpc.aio, with this token, the one configured or GRAPHPOOL_TOKEN's.
+def open_channel(
+    target: str, security: ClientSecurity, options: list[tuple[str, Any]], token: str | None
+) -> grpc.Channel:
+    """A client's channel, with this token, the one configured or that of GRAPHPOOL_TOKEN.
 
     Raises ValueError for a token that would travel in the clear, and what is wrong with the certificates' files.
     """
+    channel: grpc.Channel = _open(grpc, target, security, options, token)
+    return channel
+
+
+def open_aio_channel(
+    target: str, security: ClientSecurity, options: list[tuple[str, Any]], token: str | None
+) -> grpc.aio.Channel:
+    """The same for asyncio."""
+    channel: grpc.aio.Channel = _open(grpc.aio, target, security, options, token)
+    return channel
+
+
+def _open(api: Any, target: str, security: ClientSecurity, options: list[tuple[str, Any]], token: str | None) -> Any:
     security = replace(security, token=token or security.token or os.environ.get(TOKEN_VARIABLE, "").strip())
     if security.has_tls:
         from cluster.security.tls import client_credentials
