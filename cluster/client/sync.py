@@ -20,7 +20,7 @@ from cluster.client.requests import (
     tokenize_request,
 )
 from cluster.config import ClientConfig
-from cluster.security.channel import open_client_channel
+from cluster.security.channel import open_channel
 from cluster.transport import client_options
 from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc
 
@@ -65,7 +65,7 @@ class GraphpoolClient:
     def __init__(self, target: str, config: ClientConfig | None = None, *, token: str | None = None) -> None:
         self._config = config or ClientConfig()
         options = client_options(self._config)
-        self._channel = open_client_channel(grpc, target, self._config.security, options, token)
+        self._channel = open_channel(target, self._config.security, options, token)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._control = control_pb2_grpc.ControlServiceStub(self._channel)
 
