@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from worker.sequence import Sequence
 
 Phase = Literal["prefill", "decode"]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive tokens of one sequence inside a step: `count` of them from position `start`."""
+class Segment(NamedTuple):
+    """Consecutive tokens of one sequence inside a step: `count` of them from position `start`.
+
+    A tuple, since a decode step makes one for every row.
+    """
 
     sequence: Sequence
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a segment
     samples: bool = True
     """Whether the step reaches the sequence's last token, so that a new one is chosen."""
 
@@ -41,6 +43,8 @@ class Batch:
     @property
     def sampling(self) -> tuple[Segment, ...]:
         """The segments that get a new token, in order."""
+        if self.phase == "decode":
+            return self.segments
         return tuple(segment for segment in self.segments if segment.samples)
 
     @property

@@ -84,14 +84,14 @@ class DecodeInputs:
         sequences = tuple(segment.sequence for segment in batch.segments)
         num_blocks = [len(sequence.block_table) for sequence in sequences]
         is_as_left = (
-            bucket == self._bucket
-            and num_blocks == self._num_blocks
-            and sequences == self._last
-            and all(sequence.num_in_flight for sequence in sequences)
+            bucket == self._bucket and sequences == self._last and all(sequence.num_in_flight for sequence in sequences)
         )
         if not is_as_left:
             self._write(batch.segments, bucket)
             self.staging.upload()
+            self.num_uploads += 1
+        elif num_blocks != self._num_blocks:
+            self._extend_tables(sequences, num_blocks)
             self.num_uploads += 1
         self._rows_of = {sequence: row for row, sequence in enumerate(sequences)}
         self._last, self._num_blocks, self._bucket = sequences, num_blocks, bucket
@@ -124,6 +124,17 @@ class DecodeInputs:
         ]
         self._write_tables(host, [segment.sequence.block_table for segment in segments])
         pad_rows(host, slice(count, bucket))
+
+    def _extend_tables(self, sequences: tuple[Sequence, ...], num_blocks: list[int]) -> None:
+        """Add the blocks that rows got since the last step, and nothing else: the rest has moved on on the device."""
+        width = self.staging.device["block_tables"].shape[1]
+        places: list[int] = []
+        blocks: list[int] = []
+        for row, (old, new) in enumerate(zip(self._num_blocks, num_blocks, strict=True)):
+            if new != old:
+                places += range(row * width + old, row * width + new)
+                blocks += sequences[row].block_table[old:new]
+        self.staging.scatter("block_tables", places, blocks)
 
     @staticmethod
     def _write_tables(host: HostArrays, tables: list[list[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -11,11 +12,11 @@ from worker.batch import Batch
 from worker.chooser import StepOutput
 from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, RequestAborted, WorkerError
 from worker.kv_cache import KVCache
-from worker.live_request import Decode, LiveRequest
+from worker.live_request import Choice, Decode, LiveRequest
 from worker.load import EngineInfo, GraphSnapshot, LoadSnapshot
 from worker.meter import StepMeter
 from worker.pending import PendingStep
-from worker.request import EngineEvent, GenerateRequest, Phase, RequestFailed, RequestPhase, check_delivered
+from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, Phase, RequestFailed, RequestPhase, check_delivered
 from worker.runner import Runner
 from worker.sampling import SamplingParams, check_token_ids
 from worker.scheduler import Scheduler
@@ -34,6 +35,11 @@ class EngineParts:
     """None when the model has no tokenizer: answers are then token ids alone."""
     clock: Callable[[], float]
     """Monotonic seconds; request deadlines are on it."""
+    hold_s: Callable[[int], float] = lambda num_live: 0.0
+    """How long the tokens of an answer may be held back to be handed out together, with so many live requests.
+
+    The first token of a choice and its end are handed out at once; 0 = so is everything.
+    """
 
 
 class Engine:
@@ -48,6 +54,10 @@ class Engine:
         self._decode = parts.decode
         self._clock = parts.clock
         self._live: dict[str, LiveRequest] = {}
+        self._choices: dict[Sequence, Choice] = {}
+        self._hold_s = parts.hold_s
+        self._tick_s = 0.0
+        self._earliest_deadline_s = math.inf
         self._under_way: deque[_Step] = deque()
         self._has_trial_begun = False
         self.phases: list[RequestPhase] | None = None
@@ -81,31 +91,30 @@ class Engine:
         if request.request_id in self._live:
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
         now_s = self._clock()
-        live = LiveRequest(request, self.info.max_model_len, now_s, self._decode)
-        ends = live.restore(eos_token_ids=self.info.eos_token_ids, now_s=now_s) if request.delivered else []
-        self.scheduler.add(live.unfinished, is_first=request.is_trial)
+        live = LiveRequest(request, self.info.max_model_len, now_s, self._decode, self.info.eos_token_ids)
+        ends = live.restore(now_s)
+        self.scheduler.add([choice.sequence for choice in live.unfinished], is_first=request.is_trial)
         if not live.is_finished:
             self._live[request.request_id] = live
+            self._choices |= {choice.sequence: choice for choice in live.unfinished}
+            if request.deadline_s is not None:
+                self._earliest_deadline_s = min(self._earliest_deadline_s, request.deadline_s)
         return list(ends)
 
     def cancel(self, request_id: str) -> list[EngineEvent]:
         """End a request now; its rows and blocks are free at once. Unknown ids change nothing."""
         if request_id not in self._live:
             return []
-        return [self._fail(request_id, RequestAborted("the request was cancelled"))]
+        return self._fail(request_id, RequestAborted("the request was cancelled"))
 
     def fail_all(self, error: WorkerError) -> list[EngineEvent]:
         """End every request with `error`."""
-        return [self._fail(request_id, error) for request_id in list(self._live)]
+        return [event for request_id in list(self._live) for event in self._fail(request_id, error)]
 
     def plan(self) -> tuple[list[EngineEvent], Batch | None]:
         """End what is past its deadline, then choose the next step."""
         now_s = self._clock()
-        events: list[EngineEvent] = [
-            self._fail(request_id, DeadlineExceeded("the deadline passed before the answer was complete"))
-            for request_id, live in list(self._live.items())
-            if live.request.deadline_s is not None and now_s >= live.request.deadline_s
-        ]
+        events = self._expire(now_s) if now_s >= self._earliest_deadline_s else []
         batch = self.scheduler.schedule()
         if batch is not None:
             for segment in batch.segments:
@@ -225,42 +234,83 @@ class Engine:
         """What the runner's graphs have done so far."""
         return self.runner.graph_snapshot()
 
-    def _commit(self, batch: Batch, output: StepOutput, now_s: float) -> list[EngineEvent]:
+    def _expire(self, now_s: float) -> list[EngineEvent]:
+        """End what is past its deadline."""
         events: list[EngineEvent] = []
-        for row, segment in enumerate(batch.sampling):
+        self._earliest_deadline_s = math.inf
+        for request_id, live in list(self._live.items()):
+            deadline_s = live.request.deadline_s
+            if deadline_s is None:
+                continue
+            if now_s >= deadline_s:
+                error = DeadlineExceeded("the deadline passed before the answer was complete")
+                events += self._fail(request_id, error)
+            else:
+                self._earliest_deadline_s = min(self._earliest_deadline_s, deadline_s)
+        return events
+
+    def _commit(self, batch: Batch, output: StepOutput, now_s: float) -> list[EngineEvent]:
+        """Append each row's token; hand out what is urgent or due. One pass over the rows, as short as it can be."""
+        events: list[EngineEvent] = []
+        finished, choices = SequenceState.FINISHED, self._choices
+        rows = zip(batch.sampling, output.token_ids, output.is_finite, output.logprobs, strict=True)
+        for segment, token_id, is_finite, logprob in rows:
             sequence = segment.sequence
             sequence.num_in_flight -= 1
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is finished:
                 self.num_wasted_rows += 1
                 continue
-            live = self._live[sequence.request.request_id]
-            if output.is_finite[row]:
-                if segment.end >= sequence.confirm_from:
-                    self.scheduler.confirm(segment)
-                delta = live.advance(sequence, batch, output, row, eos_token_ids=self.info.eos_token_ids, now_s=now_s)
-                if delta.finish_reason is not None:
-                    self._finish(live, sequence)
-                events.append(delta)
-            else:
+            if not is_finite:
                 error = NumericalError("the model produced NaN or infinity for this request")
-                events.append(self._fail(sequence.request.request_id, error, scrub=True))
+                events += self._fail(sequence.request.request_id, error, scrub=True)
+                continue
+            if segment.start + segment.count >= sequence.confirm_from:
+                self.scheduler.confirm(segment)
+            choice = choices[sequence]
+            has_ended = choice.take(token_id, logprob)
+            if has_ended or sequence.first_token_s is None:
+                events.append(self._hand_out(choice, batch, output.runner, now_s))
+                if has_ended:
+                    self._finish(self._live[sequence.request.request_id], sequence)
+        if now_s >= self._tick_s:
+            events += self._hand_out_due(batch, output.runner, now_s)
         return events
+
+    def _hand_out_due(self, batch: Batch, runner: str, now_s: float) -> list[EngineEvent]:
+        """What has been held back for long enough. Looked for at most once in the time a single answer is held."""
+        self._tick_s = now_s + self._hold_s(1)
+        return [
+            self._hand_out(choice, batch, runner, now_s)
+            for choice in self._choices.values()
+            if choice.due_s <= now_s and choice.num_unsent
+        ]
+
+    def _hand_out(self, choice: Choice, batch: Batch, runner: str, now_s: float) -> ChoiceDelta:
+        if choice.sequence.first_token_s is None:
+            choice.sequence.first_token_s = now_s
+        choice.due_s = now_s + self._hold_s(len(self._live))
+        return choice.delta(tier=batch.tier, bucket=batch.bucket, runner=runner, now_s=now_s)
 
     def _finish(self, live: LiveRequest, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         self.meter.finish(sequence.num_generated)
+        del self._choices[sequence]
         if live.is_finished:
             del self._live[live.request.request_id]
 
-    def _fail(self, request_id: str, error: WorkerError, *, scrub: bool = False) -> RequestFailed:
+    def _fail(self, request_id: str, error: WorkerError, *, scrub: bool = False) -> list[EngineEvent]:
+        """End a request with what it has so far, and its error."""
         live = self._live.pop(request_id)
         unfinished = live.unfinished
+        events: list[EngineEvent] = [choice.rest() for choice in unfinished if choice.num_unsent]
+        sequences = [choice.sequence for choice in unfinished]
         if scrub:
             # What others hold is not scrubbed: it was shared because finite tokens had come of it.
-            self.kv_cache.scrub(self.scheduler.finish_spoilt(unfinished))
-        for sequence in unfinished:
+            self.kv_cache.scrub(self.scheduler.finish_spoilt(sequences))
+        for sequence in sequences:
             self.scheduler.finish(sequence)
-        return RequestFailed(request_id, error)
+            del self._choices[sequence]
+        return [*events, RequestFailed(request_id, error)]
 
 
 @dataclass(frozen=True, slots=True)

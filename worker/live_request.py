@@ -1,15 +1,12 @@
-"""A request inside the engine: its choices, and the text each has so far."""
+"""A request inside the engine: its choices, and what each has that was not handed out yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
-from worker.batch import Batch
-from worker.chooser import StepOutput
 from worker.errors import InvalidRequest
-from worker.request import ChoiceDelta, FinishReason, GenerateRequest
+from worker.request import ChoiceDelta, FinishReason, GenerateRequest, Logprob
 from worker.sequence import Sequence, SequenceState
 from worker.text.choice_text import ChoiceText
 
@@ -17,18 +14,156 @@ Decode = Callable[[Items[int], bool], str]
 """(token ids, skip special tokens) -> text."""
 
 
-@dataclass(slots=True)
 class Choice:
-    """One sequence and its text; `text` is None when the model has no tokenizer."""
+    """One sequence, and what of its answer is still to be handed out.
 
-    sequence: Sequence
-    text: ChoiceText | None
+    Taking a token is cheap, for it happens for every row of every step; what it brings is put together when it is
+    handed out, for many tokens at once. Only stop strings need the text of each token as it comes.
+    """
+
+    __slots__ = (
+        "_decides_by_text",
+        "_last_length",
+        "_logprobs",
+        "_min_length",
+        "_num_sent",
+        "_pending_text",
+        "_stop_ids",
+        "_text",
+        "due_s",
+        "sequence",
+        "stop_string",
+        "stop_token_id",
+    )
+
+    def __init__(self, sequence: Sequence, text: ChoiceText | None, eos_token_ids: Items[int]) -> None:
+        params = sequence.request.sampling
+        self.sequence = sequence
+        self.stop_string: str | None = None
+        self.stop_token_id: int | None = None
+        self.due_s = 0.0
+        """When what it has should be handed out at the latest."""
+        self._text = text
+        """None when the model has no tokenizer."""
+        self._decides_by_text = text is not None and text.has_stops
+        self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
+        self._min_length = sequence.num_prompt + params.min_tokens
+        self._last_length = sequence.num_prompt + sequence.max_tokens
+        self._num_sent = len(sequence.token_ids)
+        self._pending_text = ""
+        self._logprobs: list[Logprob] = []
+
+    @property
+    def num_unsent(self) -> int:
+        """Tokens that were not handed out."""
+        return len(self.sequence.token_ids) - self._num_sent
+
+    def take(self, token_id: int, logprob: Logprob | None) -> bool:
+        """Append a token; whether the answer ends with it."""
+        sequence = self.sequence
+        sequence.token_ids.append(token_id)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        return self._ends_with(token_id)
+
+    def restore(self) -> bool:
+        """Take what was generated elsewhere as if steps had brought it, silently; whether the answer ends with it.
+
+        Raises InvalidRequest when something follows the token that ends it.
+        """
+        sequence = self.sequence
+        *before, last = sequence.generated
+        stops_early = any(
+            token_id in self._stop_ids for token_id in before[max(self._min_length - sequence.num_prompt, 0) :]
+        )
+        if not stops_early and self._text is not None:
+            stops_early = self._text.push(before).stop_string is not None
+        if stops_early:
+            raise InvalidRequest("delivered", f"choice {sequence.index} goes on after its end")
+        has_ended = self._ends_with(last)
+        self._pending_text = ""  # it was delivered with its token
+        if has_ended:
+            sequence.state = SequenceState.FINISHED
+            self._text = None
+        elif self._text is not None and not self._decides_by_text:
+            self._text.push((last,))
+        return has_ended
+
+    def _ends_with(self, token_id: int) -> bool:
+        """Whether the token, the last so far, ends the answer; if so the sequence is told why."""
+        sequence = self.sequence
+        if token_id in self._stop_ids and len(sequence.token_ids) > self._min_length:
+            self.stop_token_id = token_id
+            sequence.finish_reason = FinishReason.STOP
+            return True
+        if self._decides_by_text and self._push(token_id):
+            sequence.finish_reason = FinishReason.STOP
+            return True
+        if len(sequence.token_ids) >= self._last_length:
+            sequence.finish_reason = FinishReason.LENGTH
+            return True
+        return False
+
+    def delta(self, *, tier: int, bucket: int, runner: str, now_s: float) -> ChoiceDelta:
+        """Everything that was not handed out; it counts as handed out from here on."""
+        sequence = self.sequence
+        token_ids = tuple(sequence.token_ids[self._num_sent :])
+        logprobs = tuple(self._logprobs)
+        self._num_sent = len(sequence.token_ids)
+        self._logprobs.clear()
+        has_ended = sequence.finish_reason is not None
+        return ChoiceDelta(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=token_ids,
+            text=self._take_text(token_ids),
+            logprobs=logprobs,
+            finish_reason=sequence.finish_reason,
+            stop_string=self.stop_string,
+            stop_token_id=self.stop_token_id,
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.num_cached_tokens,
+            tier=tier,
+            bucket=bucket,
+            runner=runner,
+            timings=sequence.timings(now_s) if has_ended else None,
+        )
+
+    def rest(self) -> ChoiceDelta:
+        """What was held back of an answer that ends with an error: text that is whole, of no step in particular."""
+        return self.delta(tier=0, bucket=0, runner="", now_s=0.0)
+
+    def _push(self, token_id: int) -> bool:
+        """Whether the text of a token completes a stop string."""
+        assert self._text is not None
+        delta = self._text.push((token_id,))
+        self._pending_text += delta.text
+        self.stop_string = delta.stop_string
+        return delta.stop_string is not None
+
+    def _take_text(self, token_ids: tuple[int, ...]) -> str:
+        """The text of the tokens handed out; a stop token has none of its own."""
+        if self._text is None:
+            return ""
+        text, self._pending_text = self._pending_text, ""
+        if not self._decides_by_text:
+            text = self._text.push(token_ids if self.stop_token_id is None else token_ids[:-1]).text
+        if self.sequence.finish_reason is not None and self.stop_string is None:
+            text += self._text.finish()
+        return text
 
 
 class LiveRequest:
     """Everything the engine keeps for one request until all its choices have ended."""
 
-    def __init__(self, request: GenerateRequest, max_model_len: int, now_s: float, decode: Decode | None) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        max_model_len: int,
+        now_s: float,
+        decode: Decode | None,
+        eos_token_ids: Items[int],
+    ) -> None:
         self.request = request
         params = request.sampling
         room = max_model_len - len(request.prompt_token_ids)
@@ -37,9 +172,11 @@ class LiveRequest:
             Choice(
                 Sequence(request=request, index=index, max_tokens=max_tokens, arrival_s=now_s),
                 None if decode is None else _choice_text(request, decode),
+                eos_token_ids,
             )
             for index in range(params.n)
         ]
+
         for index in request.finished:
             self.choices[index].sequence.state = SequenceState.FINISHED
 
@@ -49,111 +186,20 @@ class LiveRequest:
         return all(choice.sequence.state is SequenceState.FINISHED for choice in self.choices)
 
     @property
-    def unfinished(self) -> list[Sequence]:
+    def unfinished(self) -> list[Choice]:
         """The choices that have not ended."""
-        sequences = [choice.sequence for choice in self.choices]
-        return [sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED]
+        return [choice for choice in self.choices if choice.sequence.state is not SequenceState.FINISHED]
 
-    def restore(self, *, eos_token_ids: Items[int], now_s: float) -> list[ChoiceDelta]:
-        """Take what was generated elsewhere as if steps had brought it, silently.
+    def restore(self, now_s: float) -> list[ChoiceDelta]:
+        """Take what was generated elsewhere. Returns the ends of choices that it completes, without text or tokens.
 
-        Returns the ends of choices that it completes: their text was delivered with their last token. Raises
-        InvalidRequest when something follows the token that ends a choice.
+        Raises InvalidRequest when something follows the token that ends a choice.
         """
-        open_choices = [self.choices[sequence.index] for sequence in self.unfinished if sequence.num_generated]
-        restored = [self._restore(choice, eos_token_ids, now_s) for choice in open_choices]
-        return [delta for delta in restored if delta is not None]
-
-    def advance(
-        self,
-        sequence: Sequence,
-        batch: Batch,
-        output: StepOutput,
-        row: int,
-        *,
-        eos_token_ids: Items[int],
-        now_s: float,
-    ) -> ChoiceDelta:
-        """Append the token of `row` of a step to `sequence`, decide whether it ends, and say what is new."""
-        choice, token_id = self.choices[sequence.index], output.token_ids[row]
-        logprob = output.logprobs[row]
-        if sequence.first_token_s is None:
-            sequence.first_token_s = now_s
-        sequence.token_ids.append(token_id)
-        stop_token_id = self._stop_token(sequence.num_generated, token_id, eos_token_ids)
-        text, stop_string = self._text(choice, token_id, is_stop=stop_token_id is not None)
-        sequence.finish_reason = _finish_reason(sequence, stop_token_id, stop_string)
-        if sequence.finish_reason is not None and stop_string is None and choice.text is not None:
-            text += choice.text.finish()
-        return ChoiceDelta(
-            request_id=self.request.request_id,
-            index=sequence.index,
-            token_ids=(token_id,),
-            text=text,
-            logprobs=() if logprob is None else (logprob,),
-            finish_reason=sequence.finish_reason,
-            stop_string=stop_string,
-            stop_token_id=stop_token_id,
-            prompt_tokens=sequence.num_prompt,
-            cached_tokens=sequence.num_cached_tokens,
-            tier=batch.tier,
-            bucket=batch.bucket,
-            runner=output.runner,
-            timings=None if sequence.finish_reason is None else sequence.timings(now_s),
-        )
-
-    def _restore(self, choice: Choice, eos_token_ids: Items[int], now_s: float) -> ChoiceDelta | None:
-        sequence = choice.sequence
-        *before, last = sequence.generated
-        stops_early = any(
-            self._stop_token(count, token, eos_token_ids) is not None for count, token in _counted(before)
-        )
-        if not stops_early and choice.text is not None:
-            stops_early = choice.text.push(before).stop_string is not None
-        if stops_early:
-            raise InvalidRequest("delivered", f"choice {sequence.index} goes on after its end")
-        stop_token_id = self._stop_token(sequence.num_generated, last, eos_token_ids)
-        _, stop_string = self._text(choice, last, is_stop=stop_token_id is not None)
-        sequence.finish_reason = _finish_reason(sequence, stop_token_id, stop_string)
-        if sequence.finish_reason is None:
-            return None
-        sequence.state = SequenceState.FINISHED
-        return ChoiceDelta(
-            request_id=self.request.request_id,
-            index=sequence.index,
-            finish_reason=sequence.finish_reason,
-            stop_string=stop_string,
-            stop_token_id=stop_token_id,
-            prompt_tokens=sequence.num_prompt,
-            timings=sequence.timings(now_s),
-        )
-
-    def _stop_token(self, num_generated: int, token_id: int, eos_token_ids: Items[int]) -> int | None:
-        """`token_id` if it ends the answer as its `num_generated`-th token."""
-        params = self.request.sampling
-        if num_generated <= params.min_tokens:
-            return None
-        stops = token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos)
-        return token_id if stops else None
-
-    @staticmethod
-    def _text(choice: Choice, token_id: int, *, is_stop: bool) -> tuple[str, str | None]:
-        """The text one token brings, and the stop string it completes. A stop token has no text of its own."""
-        if choice.text is None or is_stop:
-            return "", None
-        delta = choice.text.push([token_id])
-        return delta.text, delta.stop_string
-
-
-def _finish_reason(sequence: Sequence, stop_token_id: int | None, stop_string: str | None) -> FinishReason | None:
-    if stop_token_id is not None or stop_string is not None:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if sequence.num_generated >= sequence.max_tokens else None
-
-
-def _counted(token_ids: Items[int]) -> Iterable[tuple[int, int]]:
-    """Each token with the number of those up to it."""
-    return enumerate(token_ids, 1)
+        return [
+            choice.delta(tier=0, bucket=0, runner="", now_s=now_s)
+            for choice in self.unfinished
+            if choice.sequence.num_generated and choice.restore()
+        ]
 
 
 def _choice_text(request: GenerateRequest, decode: Decode) -> ChoiceText:

@@ -101,16 +101,16 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can run. Blocks for its tokens are allocated."""
         self._admit()
-        num_decode = sum(_can_decode(sequence) for sequence in self._in_steps)
-        num_prefill = sum(not sequence.is_decoding for sequence in self._in_steps)
+        decoding, num_prefill = self._survey()
+        num_decode = len(decoding)
         phase = choose_phase(num_prefill=num_prefill, num_decode=num_decode, last=self._last)
-        segments = self._decode_segments() if phase == "decode" else self._prefill_segments(num_decode)
+        segments = self._decode_segments(decoding) if phase == "decode" else self._prefill_segments(num_decode)
         if not segments and num_prefill:  # every row was preempted to make room for those that prefill
             phase, segments = "prefill", self._prefill_segments(0)
         if not segments:
             return None
         self._last = phase
-        tier = self.tiers.fit(max(segment.end for segment in segments))
+        tier = self.tiers.fit(max(start + count for _, start, count, _ in segments))
         if phase == "decode":
             return Batch(phase, tuple(segments), tier, self.buckets.fit(len(segments)))
         num_tokens = sum(segment.count for segment in segments)
@@ -210,12 +210,30 @@ class Scheduler:
             budget -= count
         return segments
 
-    def _decode_segments(self) -> list[Segment]:
+    def _survey(self) -> tuple[list[Sequence], int]:
+        """The sequences that the next decode step has use for, and how many still have prompt to compute.
+
+        One pass that spells out is_decoding and is_complete: it runs in every step, for every row.
+        """
+        decoding: list[Sequence] = []
+        num_prefill = 0
+        for sequence in self._in_steps:
+            length = len(sequence.token_ids) + sequence.num_in_flight
+            num_generated = length - sequence.num_prompt
+            if num_generated <= 0 or length - sequence.num_computed != 1:
+                num_prefill += 1
+            elif num_generated < sequence.max_tokens:
+                decoding.append(sequence)
+        return decoding, num_prefill
+
+    def _decode_segments(self, decoding: list[Sequence]) -> list[Segment]:
         """Every decoding sequence, each with a block for its next token; may preempt."""
-        for sequence in list(self._in_steps):
-            if sequence.state is SequenceState.RUNNING and _can_decode(sequence):
+        size, running = self.tiers.block_size, SequenceState.RUNNING
+        for sequence in decoding:
+            # It computes its last token, so it has as many tokens as computed ones and one more.
+            if len(sequence.block_table) * size <= sequence.num_computed and sequence.state is running:
                 self._ensure_block(sequence)
-        return [Segment(sequence, sequence.num_computed, 1) for sequence in self._in_steps if _can_decode(sequence)]
+        return [Segment(sequence, sequence.num_computed, 1) for sequence in decoding if sequence.state is running]
 
     def _ensure_block(self, sequence: Sequence) -> None:
         """Give `sequence` room for one more token, at the cost of the youngest sequence, which may be itself."""
@@ -244,8 +262,3 @@ class Scheduler:
             self.prefix_cache.leave(sequence)
         self.pool.release(sequence.block_table)
         sequence.block_table = []
-
-
-def _can_decode(sequence: Sequence) -> bool:
-    """Whether the next decode step has use for it: it is decoding, and not waiting for its last token."""
-    return sequence.is_decoding and not sequence.is_complete

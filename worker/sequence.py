@@ -26,6 +26,8 @@ class Sequence:
     max_tokens: int
     """Resolved: never more than the context leaves."""
     arrival_s: float
+    num_prompt: int = field(init=False)
+    """Tokens of the prompt."""
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Leading tokens whose keys and values are in the pool, or will be once the steps under way have run."""
@@ -52,12 +54,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_token_ids, *self.request.delivered_of(self.index)]
+        self.num_prompt = len(self.request.prompt_token_ids)
         self.is_on_trial = self.request.is_trial
-
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_generated(self) -> int:

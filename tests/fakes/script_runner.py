@@ -101,6 +101,7 @@ def script_engine(
     clock: Callable[[], float] | None = None,
     max_ahead: int = 0,
     prefix_cache: bool = False,
+    hold_s: Callable[[int], float] = lambda num_live: 0.0,
 ) -> tuple[Engine, ScriptRunner]:
     """An engine over a ScriptRunner and a byte tokenizer; the KV pool is real but one number wide."""
     runner = ScriptRunner(next_token, max_ahead)
@@ -145,5 +146,6 @@ def script_engine(
         kv_cache=kv_cache,
         decode=byte_text,
         clock=clock or ManualClock(),
+        hold_s=hold_s,
     )
     return Engine(parts), runner

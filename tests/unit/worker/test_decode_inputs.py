@@ -92,3 +92,15 @@ def test_a_new_block_another_order_or_a_token_from_the_host_is_uploaded() -> Non
     subject.fill(batch(b, a), 2)
     subject.fill(batch(b, a), 4)
     assert subject.num_uploads == uploads + 2
+
+
+def test_new_blocks_of_rows_in_flight_are_added_to_what_the_device_has_moved_on() -> None:
+    subject = inputs()
+    a, b = sequence([1, 1], [1]), sequence([2, 2], [2])
+    subject.fill(batch(a, b), 2)
+    a.num_in_flight = b.num_in_flight = 1
+    subject.staging.device["positions"][:2] += 1  # as the step itself does
+    b.block_table += [7, 9]
+    subject.fill(batch(a, b), 2)
+    assert subject.staging.device["positions"][:2].tolist() == [2, 2]
+    assert subject.staging.device["block_tables"][:2].tolist() == [[1, 0, 0, 0], [2, 7, 9, 0]]

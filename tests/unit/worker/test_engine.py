@@ -338,3 +338,40 @@ def test_the_time_of_a_step_includes_its_launch() -> None:
     engine.add(request(max_tokens=5))
     run(engine)
     assert engine.load().step_ms == pytest.approx(500)
+
+
+def test_tokens_are_held_back_to_be_handed_out_together_but_never_the_first_nor_the_end() -> None:
+    clock = ManualClock()
+    engine, _ = script_engine(speaker("abcdefgh"), clock=clock, hold_s=lambda num_live: 0.01 * num_live)
+    engine.add(request())
+    events: list[EngineEvent] = []
+    while engine.has_work:
+        events += engine.step()
+        clock.now_s += 0.004
+    assert [len(delta.token_ids) for delta in deltas(events)] == [1, 3, 3, 2]
+    assert "".join(delta.text for delta in deltas(events)) == "abcdefgh"
+    assert deltas(events)[-1].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("stop", [(), ("gh",)])
+def test_held_tokens_come_with_their_text_and_logprobs_and_stop_where_they_would_have(stop: tuple[str, ...]) -> None:
+    texts = []
+    for hold_s in (0.0, 1.0):
+        engine, _ = script_engine(speaker("abcdefgh ijkl"), hold_s=lambda num_live, hold_s=hold_s: hold_s)
+        engine.add(request(stop=stop))
+        events = deltas(run(engine))
+        texts.append(
+            ("".join(e.text for e in events), [i for e in events for i in e.token_ids], events[-1].stop_string)
+        )
+    assert texts[0] == texts[1]
+
+
+def test_a_request_that_fails_hands_out_what_was_held_first() -> None:
+    engine, runner = script_engine(speaker("abcdefgh"), hold_s=lambda num_live: 9.0)
+    engine.add(request())
+    for _ in range(4 + AHEAD):
+        engine.step()
+    runner.bad_rows.add("r")
+    events = run(engine)
+    assert isinstance(events[-1], RequestFailed)
+    assert [delta.text for delta in deltas(events)] == ["bcd"]
