@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from cluster.config import ReplicaConfig
 from cluster.replica.events import EventFanout
+from cluster.replica.flush import FlushPolicy
 from cluster.replica.server import ReplicaServer
 from worker.config import WorkerConfig
 from worker.errors import WorkerError
@@ -43,7 +45,8 @@ class ReplicaProcess:
         """
         events = EventFanout()
         faults = Faults() if config.enable_fault_injection else None
-        built = await asyncio.to_thread(_build, worker, events, progress, faults)
+        pace = FlushPolicy.of(config)
+        built = await asyncio.to_thread(_build, worker, events, progress, faults, pace.interval)
         server = ReplicaServer(
             config,
             built.engine,
@@ -52,6 +55,7 @@ class ReplicaProcess:
             generation_defaults=built.generation_defaults,
             on_failure=end_process,
             faults=faults,
+            flush=FlushPolicy.at_once(),  # the engine hands tokens out at that pace already
         )
         try:
             await server.start()
@@ -67,10 +71,16 @@ class ReplicaProcess:
         await asyncio.to_thread(self.engine.stop)
 
 
-def _build(worker: WorkerConfig, events: EventFanout, progress: Progress | None, faults: Faults | None) -> BuiltEngine:
+def _build(
+    worker: WorkerConfig,
+    events: EventFanout,
+    progress: Progress | None,
+    faults: Faults | None,
+    hold_s: Callable[[int], float],
+) -> BuiltEngine:
     from worker.build import build_engine
 
-    return build_engine(worker, events, progress=progress, faults=faults)
+    return build_engine(worker, events, progress=progress, faults=faults, hold_s=hold_s)
 
 
 def end_process(error: WorkerError) -> NoReturn:

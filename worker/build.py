@@ -10,7 +10,7 @@ import torch
 
 from worker.block_pool import BlockPool
 from worker.config import WorkerConfig
-from worker.engine import Engine, EngineParts
+from worker.engine import Engine, EngineParts, Hold, hold_nothing
 from worker.engine_thread import EngineThread
 from worker.faults import Faults
 from worker.faulty_runner import FaultyRunner
@@ -48,10 +48,11 @@ def build_engine(
     progress: Progress | None = None,
     on_death: Callable[[BaseException], None] | None = None,
     faults: Faults | None = None,
+    hold_s: Hold = hold_nothing,
 ) -> BuiltEngine:
     """Load the model and start its engine. Raises ModelLoadError, or ValueError for a configuration that cannot work.
 
-    With `faults`, every step meets those that are armed.
+    With `faults`, every step meets those that are armed. `hold_s`: see worker.engine.EngineParts.
     """
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
@@ -60,7 +61,7 @@ def build_engine(
     dtype = choose_dtype(config, device.type)
     served = load_causal_lm(config, files, device=device, dtype=dtype, progress=progress)
     text = TextProcessor.from_files(files) if files.has_tokenizer else None
-    engine = create_engine(config, files, served, text)
+    engine = create_engine(config, files, served, text, hold_s=hold_s)
     if faults is not None:
         engine.runner = FaultyRunner(engine.runner, engine.kv_cache, faults)
     if config.capture == "startup":
@@ -78,7 +79,14 @@ def prepare(engine: Engine, progress: Progress | None) -> None:
             progress(f"capturing graphs, {graphs.pool_bytes >> 20} MiB", total, total + engine.runner.num_to_prepare)
 
 
-def create_engine(config: WorkerConfig, files: ModelFiles, served: ServedModel, text: TextProcessor | None) -> Engine:
+def create_engine(
+    config: WorkerConfig,
+    files: ModelFiles,
+    served: ServedModel,
+    text: TextProcessor | None,
+    *,
+    hold_s: Hold = hold_nothing,
+) -> Engine:
     """Put an engine together around a loaded model; nothing runs yet."""
     weight = next(served.model.module.parameters())
     shapes = choose_shapes(config, served.model.shape, weight.device, weight.dtype)
@@ -103,6 +111,7 @@ def create_engine(config: WorkerConfig, files: ModelFiles, served: ServedModel, 
             kv_cache=kv_cache,
             decode=None if text is None else text.decode,
             clock=time.monotonic,
+            hold_s=hold_s,
         )
     )
 

@@ -23,6 +23,15 @@ from worker.scheduler import Scheduler
 from worker.sequence import Sequence, SequenceState
 
 
+Hold = Callable[[int], float]
+"""Seconds that the tokens of an answer may be held back to be handed out together, with so many live requests."""
+
+
+def hold_nothing(num_live: int) -> float:  # noqa: ARG001
+    """Every step hands out what it brings."""
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
     """What an engine is made of."""
@@ -35,11 +44,8 @@ class EngineParts:
     """None when the model has no tokenizer: answers are then token ids alone."""
     clock: Callable[[], float]
     """Monotonic seconds; request deadlines are on it."""
-    hold_s: Callable[[int], float] = lambda num_live: 0.0
-    """How long the tokens of an answer may be held back to be handed out together, with so many live requests.
-
-    The first token of a choice and its end are handed out at once; 0 = so is everything.
-    """
+    hold_s: Hold = hold_nothing
+    """How long tokens are held back. The first token of a choice and its end are handed out at once."""
 
 
 class Engine:

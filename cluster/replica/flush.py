@@ -24,6 +24,11 @@ class FlushPolicy:
         """As the replica is set up."""
         return cls(config.flush_interval_ms / 1000, config.max_flush_interval_ms / 1000, config.flush_cost_ms / 1000)
 
+    @classmethod
+    def at_once(cls) -> FlushPolicy:
+        """Whatever comes is sent, for engines that gather tokens themselves."""
+        return cls(0.0, 0.0, 0.0)
+
     def interval(self, num_live: int) -> float:
         """Seconds between flushes with so many live answers; 0 = every step is sent."""
         if self.interval_s == 0:

@@ -49,7 +49,8 @@ class ReplicaServer:
 
     `events` is the sink the engine was made with. `on_failure` is called on the event loop once the engine is dead or
     stalled and its clients have been told: the process should then exit non-zero. The server does not stop the engine.
-    `faults` are those the engine was made with; they are offered only if the config says so.
+    `faults` are those the engine was made with; they are offered only if the config says so. `flush` takes the place of
+    the configured pace of messages, for an engine that keeps it itself.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ReplicaServer:
         generation_defaults: Mapping[str, Any] = NO_DEFAULTS,
         on_failure: Callable[[WorkerError], None] | None = None,
         faults: Faults | None = None,
+        flush: FlushPolicy | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -76,7 +78,7 @@ class ReplicaServer:
             engine,
             self._texts,
             lifecycle=self._lifecycle,
-            flush=FlushPolicy.of(config),
+            flush=flush or FlushPolicy.of(config),
             generation_defaults=generation_defaults,
             server_info=self._server_info,
         )
