@@ -1,0 +1,204 @@
+"""The engine by itself, at the mailbox: what a step costs the GPU, what it costs the host, and what waits for whom.
+
+    python -m bench.engine_speed [--model NAME] [--batches 1 8 32 256]
+
+Random weights of a public shape, 128 prompt tokens, greedy, all graphs captured, no network. For each batch: time of a
+step, host time of a step (the engine's thread, without its waiting for tokens), tokens/s of a burst from its first
+prompt to its last token; time to first token of an idle engine; the time between two tokens of 8 running rows while
+1024-token prompts keep coming; and by the profiler the part of the time in which no kernel runs. The same prompts through
+eager steps must give the same tokens. Writes `bench/results/engine_speed.json`.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from bench.engine_runs import (
+    Tokens,
+    Worker,
+    agreement,
+    answers,
+    build,
+    decode_step_ms,
+    hardware,
+    parser,
+    prompt,
+    settle,
+    step,
+    submit,
+)
+from bench.results_file import Results
+from worker.engine import Engine
+from worker.pending import PendingStep
+
+PROMPT, ANSWER = 128, 128
+
+
+class Waits:
+    """Seconds the engine's thread has waited for tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.seconds = 0.0
+        launch = engine.runner.launch
+        engine.runner.launch = lambda batch: _Waited(launch(batch), self)  # type: ignore[method-assign]
+
+
+class _Waited:
+    def __init__(self, pending: PendingStep, waits: Waits) -> None:
+        self.pending = pending
+        self.waits = waits
+
+    def result(self) -> Any:
+        began = time.perf_counter()
+        try:
+            return self.pending.result()
+        finally:
+            self.waits.seconds += time.perf_counter() - began
+
+
+def fill(engine: Engine, batch: int, max_tokens: int) -> Tokens:
+    """`batch` rows that all decode."""
+    tokens: Tokens = {}
+    for row in range(batch):
+        submit(engine, f"row{row}", prompt(min(PROMPT, engine.info.max_model_len // 2), row, engine.info.vocab_size), max_tokens)
+    while engine.scheduler.waiting or any(not row.is_decoding for row in engine.scheduler.running):
+        step(engine, tokens)
+    return tokens
+
+
+def drain(engine: Engine, tokens: Tokens) -> None:
+    while engine.has_work:
+        step(engine, tokens)
+
+
+def host_step_ms(engine: Engine, batch: int, steps: int) -> float:
+    """Host time of a step: all the thread does but wait."""
+    tokens, waits, launch = fill(engine, batch, steps + 16), Waits(engine), engine.runner.launch
+    for _ in range(4):
+        step(engine, tokens)
+    waits.seconds, began = 0.0, time.perf_counter()
+    for _ in range(steps):
+        step(engine, tokens)
+    took = time.perf_counter() - began - waits.seconds
+    engine.runner.launch = launch  # type: ignore[method-assign]
+    drain(engine, tokens)
+    return 1e3 * took / steps
+
+
+def burst_tokens_per_s(engine: Engine, batch: int) -> float:
+    """From the first prompt to the last token of `batch` requests that come together."""
+    began = time.perf_counter()
+    found = answers(engine, [prompt(PROMPT, row, engine.info.vocab_size) for row in range(batch)], ANSWER)
+    return sum(map(len, found.values())) / (time.perf_counter() - began)
+
+
+def ttft_ms(engine: Engine, length: int) -> float:
+    """Of one request to an idle engine."""
+    times = []
+    for number in range(12):
+        tokens: Tokens = {}
+        ids = prompt(length, number, engine.info.vocab_size)
+        began = time.perf_counter()
+        submit(engine, "one", ids, 1)
+        drain(engine, tokens)
+        times.append(1e3 * (time.perf_counter() - began))
+    return median(times[2:])
+
+
+def gaps_under_prompts_ms(engine: Engine, rows: int, length: int, seconds: float) -> list[float]:
+    """Times between two tokens of each of `rows` running answers, while a prompt of `length` is always waiting."""
+    tokens, came, number = fill(engine, rows, 100_000), {}, 0
+    gaps: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        if not engine.scheduler.waiting:
+            submit(engine, f"prompt{number}", prompt(length, number, engine.info.vocab_size), 2)
+            number += 1
+        before = {name: len(ids) for name, ids in tokens.items()}
+        step(engine, tokens)
+        now = time.perf_counter()
+        for name, ids in tokens.items():
+            if name.startswith("row") and len(ids) > before.get(name, 0):
+                if name in came:
+                    gaps.append(1e3 * (now - came[name]))
+                came[name] = now
+    for name in list(engine.live_request_ids):
+        engine.cancel(name)
+    drain(engine, tokens)
+    return gaps
+
+
+def idle_share(engine: Engine, batch: int, steps: int) -> float:
+    """Part of the time between the first and the last kernel of a run of steps in which none ran."""
+    tokens = fill(engine, batch, steps + 32)
+    for _ in range(8):
+        step(engine, tokens)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step(engine, tokens)
+        settle("cuda")
+    drain(engine, tokens)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    covered, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        covered += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return 1 - covered / (reached - spans[0][0])
+
+
+def measure(worker: Worker, results: Results, model: str, batches: list[int], device: str) -> None:
+    """Everything; `results` gets the rows."""
+    engine, fast = worker.engine, device == "cuda"
+
+    def add(metric: str, unit: str, value: float, **more: Any) -> None:
+        results.add(system="graphpool", model=model, scope="replica", metric=metric, unit=unit, value=value, **more)
+        print(f"{metric} {more}: {value:.4g} {unit}", flush=True)
+
+    prompts = [prompt(PROMPT if fast else 8, row, engine.info.vocab_size) for row in range(4)]
+    ours = answers(engine, prompts, 16)
+    with worker.eager():
+        results.correctness["tokens_equal_to_eager"] = agreement(ours, answers(engine, prompts, 16))
+    for batch in batches:
+        add("decode_step_ms", "ms", decode_step_ms(engine, batch, PROMPT, 100 if fast else 4, device), batch=batch)
+        add("host_step_ms", "ms", host_step_ms(engine, batch, 100 if fast else 4), batch=batch)
+        add("tokens_per_s", "1/s", burst_tokens_per_s(engine, batch), batch=batch)
+    for length in (128, 1024) if fast else (16,):
+        add("ttft_ms", "ms", ttft_ms(engine, length), batch=1, context=length)
+    if fast:
+        gaps = gaps_under_prompts_ms(engine, 8, 1024, 5.0)
+        add("token_gap_median_ms", "ms", median(gaps), batch=8, note="under a stream of 1024-token prompts")
+        add("token_gap_p99_ms", "ms", quantiles(gaps, n=100)[98], batch=8, note="under a stream of 1024-token prompts")
+        for batch in (1, 32):
+            add("idle_share", "1", idle_share(engine, batch, 60), batch=batch)
+    results.extra["wasted_rows"] = engine.num_wasted_rows
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--model", default="llama-3.2-1b")
+    options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256])
+    chosen = options.parse_args()
+    batches = chosen.batches if chosen.device == "cuda" else [1, 4]
+    worker = build(
+        chosen.model,
+        chosen.device,
+        max_batch=max(batches),
+        max_model_len=4096,
+        kv_cache_bytes=24 << 30,
+        prefix_cache=False,
+    )
+    results = Results(bench="engine_speed", hardware=hardware(chosen.device))
+    measure(worker, results, chosen.model, batches, chosen.device)
+    print(results.correctness, results.write(chosen.out))
+
+
+if __name__ == "__main__":
+    main()
