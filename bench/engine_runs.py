@@ -168,11 +168,7 @@ def first_agreement(ours: Tokens, theirs: Tokens) -> float:
 
 def decode_step_ms(engine: Engine, batch: int, length: int, num_steps: int, device: str) -> float:
     """Milliseconds of an engine step, over a run of them that overlap as they do in service."""
-    tokens: Tokens = {}
-    for row in range(batch):
-        submit(engine, str(row), prompt(length, row, engine.info.vocab_size), num_steps + 8)
-    while engine.scheduler.waiting or any(not row.is_decoding for row in engine.scheduler.running):
-        step(engine, tokens)
+    tokens = decoding_rows(engine, batch, length, num_steps)
     for _ in range(3):
         step(engine, tokens)
     settle(device)
@@ -181,9 +177,32 @@ def decode_step_ms(engine: Engine, batch: int, length: int, num_steps: int, devi
         step(engine, tokens)
     settle(device)
     took = time.perf_counter() - began
-    while engine.has_work:
-        step(engine, tokens)
+    assert len(engine.scheduler.running) == batch
+    cancel_all(engine)
     return 1e3 * took / num_steps
+
+
+def decoding_rows(engine: Engine, batch: int, length: int, num_steps: int) -> Tokens:
+    """`batch` rows that all decode, and will for `num_steps` steps and some more."""
+    tokens: Tokens = {}
+    room = engine.info.max_model_len - length
+    # While the last prompts are computed, the first rows decode already.
+    max_tokens = min(num_steps + 16 + 2 * batch, room)
+    for row in range(batch):
+        submit(engine, f"row{row}", prompt(length, row, engine.info.vocab_size), max_tokens)
+    while engine.scheduler.waiting or any(not row.is_decoding for row in engine.scheduler.running):
+        step(engine, tokens)
+    assert len(engine.scheduler.running) == batch
+    return tokens
+
+
+def cancel_all(engine: Engine) -> None:
+    """End whatever runs."""
+    for name in list(engine.live_request_ids):
+        engine.cancel(name)
+    while engine.has_work:
+        engine.step()
+    engine.flush()
 
 
 def settle(device: str) -> None:

@@ -23,7 +23,9 @@ from bench.engine_runs import (
     agreement,
     answers,
     build,
+    cancel_all,
     decode_step_ms,
+    decoding_rows,
     hardware,
     parser,
     prompt,
@@ -60,14 +62,9 @@ class _Waited:
             self.waits.seconds += time.perf_counter() - began
 
 
-def fill(engine: Engine, batch: int, max_tokens: int) -> Tokens:
-    """`batch` rows that all decode."""
-    tokens: Tokens = {}
-    for row in range(batch):
-        submit(engine, f"row{row}", prompt(min(PROMPT, engine.info.max_model_len // 2), row, engine.info.vocab_size), max_tokens)
-    while engine.scheduler.waiting or any(not row.is_decoding for row in engine.scheduler.running):
-        step(engine, tokens)
-    return tokens
+def context(engine: Engine) -> int:
+    """Prompt tokens, fewer where a tiny model allows no more."""
+    return min(PROMPT, engine.info.max_model_len // 4)
 
 
 def drain(engine: Engine, tokens: Tokens) -> None:
@@ -77,7 +74,9 @@ def drain(engine: Engine, tokens: Tokens) -> None:
 
 def host_step_ms(engine: Engine, batch: int, steps: int) -> float:
     """Host time of a step: all the thread does but wait."""
-    tokens, waits, launch = fill(engine, batch, steps + 16), Waits(engine), engine.runner.launch
+    tokens = decoding_rows(engine, batch, context(engine), steps)
+    launch = engine.runner.launch
+    waits = Waits(engine)
     for _ in range(4):
         step(engine, tokens)
     waits.seconds, began = 0.0, time.perf_counter()
@@ -85,7 +84,7 @@ def host_step_ms(engine: Engine, batch: int, steps: int) -> float:
         step(engine, tokens)
     took = time.perf_counter() - began - waits.seconds
     engine.runner.launch = launch  # type: ignore[method-assign]
-    drain(engine, tokens)
+    cancel_all(engine)
     return 1e3 * took / steps
 
 
@@ -111,7 +110,8 @@ def ttft_ms(engine: Engine, length: int) -> float:
 
 def gaps_under_prompts_ms(engine: Engine, rows: int, length: int, seconds: float) -> list[float]:
     """Times between two tokens of each of `rows` running answers, while a prompt of `length` is always waiting."""
-    tokens, came, number = fill(engine, rows, 100_000), {}, 0
+    tokens, number = decoding_rows(engine, rows, PROMPT, engine.info.max_model_len), 0
+    came: dict[str, float] = {}
     gaps: list[float] = []
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -126,22 +126,21 @@ def gaps_under_prompts_ms(engine: Engine, rows: int, length: int, seconds: float
                 if name in came:
                     gaps.append(1e3 * (now - came[name]))
                 came[name] = now
-    for name in list(engine.live_request_ids):
-        engine.cancel(name)
-    drain(engine, tokens)
+    assert sum(row.request.request_id.startswith("row") for row in engine.scheduler.running) == rows
+    cancel_all(engine)
     return gaps
 
 
 def idle_share(engine: Engine, batch: int, steps: int) -> float:
     """Part of the time between the first and the last kernel of a run of steps in which none ran."""
-    tokens = fill(engine, batch, steps + 32)
+    tokens = decoding_rows(engine, batch, PROMPT, steps)
     for _ in range(8):
         step(engine, tokens)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             step(engine, tokens)
         settle("cuda")
-    drain(engine, tokens)
+    cancel_all(engine)
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profile.events() or ()
@@ -167,13 +166,18 @@ def measure(worker: Worker, results: Results, model: str, batches: list[int], de
     with worker.eager():
         results.correctness["tokens_equal_to_eager"] = agreement(ours, answers(engine, prompts, 16))
     for batch in batches:
-        add("decode_step_ms", "ms", decode_step_ms(engine, batch, PROMPT, 100 if fast else 4, device), batch=batch)
+        add(
+            "decode_step_ms",
+            "ms",
+            decode_step_ms(engine, batch, context(engine), 100 if fast else 4, device),
+            batch=batch,
+        )
         add("host_step_ms", "ms", host_step_ms(engine, batch, 100 if fast else 4), batch=batch)
         add("tokens_per_s", "1/s", burst_tokens_per_s(engine, batch), batch=batch)
     for length in (128, 1024) if fast else (16,):
         add("ttft_ms", "ms", ttft_ms(engine, length), batch=1, context=length)
     if fast:
-        gaps = gaps_under_prompts_ms(engine, 8, 1024, 5.0)
+        gaps = gaps_under_prompts_ms(engine, 8, 1024, 2.5)
         add("token_gap_median_ms", "ms", median(gaps), batch=8, note="under a stream of 1024-token prompts")
         add("token_gap_p99_ms", "ms", quantiles(gaps, n=100)[98], batch=8, note="under a stream of 1024-token prompts")
         for batch in (1, 32):
