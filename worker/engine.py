@@ -16,12 +16,19 @@ from worker.live_request import Choice, Decode, LiveRequest
 from worker.load import EngineInfo, GraphSnapshot, LoadSnapshot
 from worker.meter import StepMeter
 from worker.pending import PendingStep
-from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, Phase, RequestFailed, RequestPhase, check_delivered
+from worker.request import (
+    ChoiceDelta,
+    EngineEvent,
+    GenerateRequest,
+    Phase,
+    RequestFailed,
+    RequestPhase,
+    check_delivered,
+)
 from worker.runner import Runner
 from worker.sampling import SamplingParams, check_token_ids
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, SequenceState
-
 
 Hold = Callable[[int], float]
 """Seconds that the tokens of an answer may be held back to be handed out together, with so many live requests."""
