@@ -52,11 +52,11 @@ class CertificateFolder:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._write_ca(days, ())
 
-    def issue(self, name: str, role: CertRole, hosts: Sequence[str], days: int = CERT_DAYS) -> Path:
-        """Make or replace NAME.pem and its key: for this role, at these hosts. Returns the certificate's path."""
+    def issue(self, name: str, roles: Sequence[CertRole], hosts: Sequence[str] = (), days: int = CERT_DAYS) -> Path:
+        """Make or replace NAME.pem and its key: for these roles, at these hosts. Returns the certificate's path."""
         if name == "ca" or "/" in name or not name.isprintable() or not 0 < len(name) <= 64:
             raise ValueError(f"{name!r:.80} cannot be the name of a certificate")
-        names = [_general_name(host) for host in (f"{role.value}.{DOMAIN}", *hosts)]
+        names = [_general_name(host) for host in (*(f"{role.value}.{DOMAIN}" for role in roles), *hosts)]
         return self._issue(name, x509.SubjectAlternativeName(dict.fromkeys(names)), days)
 
     def renew(self, days: int = CERT_DAYS) -> list[str]:

@@ -13,7 +13,7 @@ from cluster.config import is_loopback, split_address
 from cluster.security.config import ClientSecurity
 from cluster.security.tokens import bearer_metadata
 
-TOKEN_VARIABLE = "GRAPHPOOL_TOKEN"
+TOKEN_VARIABLE = "GRAPHPOOL_TOKEN"  # noqa: S105  # its name
 OVERRIDE = "grpc.ssl_target_name_override"
 
 

@@ -71,15 +71,15 @@ def read_tenants(path: str) -> Tenants:
 
 
 def add_token(
-    path: Path, tenant: str, *, roles: tuple[Role, ...] = (), quota: Mapping[str, float] | None = None
+    path: Path, tenant: str, *, roles: tuple[Role, ...] = (), limits: Mapping[str, float] | None = None
 ) -> str:
-    """A new token for a tenant, who is made if need be; only its hash is written. Roles and quota replace the old."""
+    """A new token for a tenant, who is made if need be; only its hash is written. Roles and limits replace the old."""
     token = create_token()
     with _edited(path) as entries:
         entry = entries.setdefault(tenant, {})
         if roles or "roles" not in entry:
             entry["roles"] = [role.value for role in roles or (Role.USER,)]
-        entry.update(quota or {})
+        entry.update(limits or {})
         credential = credential_of(token)
         entry.setdefault("tokens", []).append({"id": credential.id, "sha256": credential.sha256})
     return token
