@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -16,6 +16,7 @@ from cluster.errors import ClusterError
 from cluster.private_ray import PrivateRay
 from cluster.router.membership import MAX_REPLICAS
 from cluster.router.server import RouterServer
+from cluster.security.local_secret import LocalSecret
 from cluster.serve_app import PoolConfig, deploy, num_gpus_of, share_cores, start_problem
 from protos import control_pb2
 from worker.config import WorkerConfig
@@ -78,7 +79,8 @@ class LocalPool:
     def __init__(self, config: LocalPoolConfig, progress: StartProgress | None = None) -> None:
         self._config = config
         self._progress = progress or SilentProgress()
-        self._router = RouterServer(config.router)
+        self._secret = LocalSecret(config.router.security)
+        self._router = RouterServer(replace(config.router, security=self._secret.security))
         num_gpus = None if num_gpus_of(config.worker) else 0
         self._ray = PrivateRay(num_cpus=config.num_replicas, num_gpus=num_gpus)
         self._has_ray = False
@@ -135,6 +137,7 @@ class LocalPool:
             self._progress.doing("finishing what is running")
         await self._router.drain(self._config.drain_timeout_s)
         await self._router.stop()
+        self._secret.close()
         if not self._has_ray:
             return []
         self._has_ray = False
@@ -176,6 +179,7 @@ class LocalPool:
             replica=ReplicaConfig(
                 routers=(self.address,),
                 insecure=config.router.insecure,
+                security=self._secret.security,
                 metrics_listen=next_metrics_address(config.router.metrics_listen),
                 flush_interval_ms=config.flush_interval_ms,
                 max_flush_interval_ms=max(64.0, config.flush_interval_ms),

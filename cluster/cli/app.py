@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli import running
+from cluster.cli.certs import certs
 from cluster.cli.chat import chat
 from cluster.cli.doctor import doctor
 from cluster.cli.generate import generate
@@ -14,6 +15,7 @@ from cluster.cli.plan import plan
 from cluster.cli.router import router
 from cluster.cli.serve import serve
 from cluster.cli.status import status
+from cluster.cli.tokens import tokens
 from cluster.cli.worker import worker
 
 EPILOG = "Exit codes: 0 done, 1 it failed (the last line on stderr says why), 2 wrong usage, 130 interrupted."
@@ -38,6 +40,8 @@ app.command(rich_help_panel=ASKING)(generate)
 app.command(rich_help_panel=ASKING)(status)
 app.command(rich_help_panel=PREPARING)(plan)
 app.command(rich_help_panel=PREPARING)(doctor)
+app.add_typer(certs, rich_help_panel=PREPARING)
+app.add_typer(tokens, rich_help_panel=PREPARING)
 
 
 def _version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.cli import sampling
+from cluster.cli import security_options as security
 from cluster.cli.options import DEFAULT_ADDRESS, Address, TimeoutS
 from cluster.cli.running import one_sentence_errors
 
@@ -25,6 +26,11 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
     address: Address = DEFAULT_ADDRESS,
+    token_file: security.TokenFile = None,
+    tls_ca: security.TlsCa = "",
+    tls_cert: security.TlsCert = "",
+    tls_key: security.TlsKey = "",
+    insecure: security.ClearToken = False,
     timeout_s: TimeoutS = None,
     max_tokens: sampling.MaxTokens = None,
     temperature: sampling.Temperature = None,
@@ -62,7 +68,10 @@ def chat(
     with one_sentence_errors():
         from cluster.client import GraphpoolClient
 
-        with GraphpoolClient(address) as client:
+        config = security.client_config(
+            token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure
+        )
+        with GraphpoolClient(address, config) as client:
             conversation = Conversation(client, system, timeout_s, options)
             if message is None:
                 _talk(conversation)

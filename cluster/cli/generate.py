@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli import sampling
+from cluster.cli import security_options as security
 from cluster.cli.options import DEFAULT_ADDRESS, Address, TimeoutS, integers
 from cluster.cli.running import one_sentence_errors
 
@@ -25,6 +26,11 @@ def generate(
         bool, typer.Option("--json", help="One JSON object at the end: text, token ids, usage, timings, execution.")
     ] = False,
     address: Address = DEFAULT_ADDRESS,
+    token_file: security.TokenFile = None,
+    tls_ca: security.TlsCa = "",
+    tls_cert: security.TlsCert = "",
+    tls_key: security.TlsKey = "",
+    insecure: security.ClearToken = False,
     timeout_s: TimeoutS = None,
     max_tokens: sampling.MaxTokens = None,
     temperature: sampling.Temperature = None,
@@ -65,8 +71,11 @@ def generate(
     with one_sentence_errors():
         from cluster.client import GraphpoolClient
 
+        config = security.client_config(
+            token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure
+        )
         with (
-            GraphpoolClient(address) as client,
+            GraphpoolClient(address, config) as client,
             client.stream(source, timeout_s=timeout_s, **options) as answer,
         ):
             if as_json:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli import options
+from cluster.cli import security_options as security
 from cluster.cli.options import NETWORK
 from cluster.cli.running import run_until_stopped, usage_errors
 
@@ -28,6 +29,12 @@ def router(
     metrics_port: options.MetricsPort = None,
     max_streams: options.MaxStreams = 4096,
     drain_s: options.DrainS = 30.0,
+    tls_cert: security.TlsCert = "",
+    tls_key: security.TlsKey = "",
+    tls_ca: security.TlsCa = "",
+    client_certs: security.ClientCerts = True,
+    tokens: security.Tokens = "",
+    pool_token: security.PoolToken = "",
     insecure: options.Insecure = False,
 ) -> None:
     """Run a router alone: it spreads requests over the replicas given here and those that announce themselves to it.
@@ -40,6 +47,14 @@ def router(
         config = RouterConfig(
             listen=join_address(host, port),
             insecure=insecure,
+            security=security.server_security(
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                tls_ca=tls_ca,
+                client_certs=client_certs,
+                tokens=tokens,
+                pool_token=pool_token,
+            ),
             metrics_listen=options.metrics_listen(host, metrics_port),
             name=name,
             replicas=tuple(replica or ()),

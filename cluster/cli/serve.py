@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli import options
+from cluster.cli import security_options as security
 from cluster.cli.options import Device, Dtype, Graphs, LoadFormat
 from cluster.cli.running import run_until_stopped, usage_errors
 from cluster.cli.worker_options import worker_config
@@ -55,6 +56,12 @@ def serve(
         float,
         typer.Option(min=1.0, help="Give up when the pool is not ready by then.", rich_help_panel=options.NETWORK),
     ] = 900.0,
+    tls_cert: security.TlsCert = "",
+    tls_key: security.TlsKey = "",
+    tls_ca: security.TlsCa = "",
+    client_certs: security.ClientCerts = True,
+    tokens: security.Tokens = "",
+    pool_token: security.PoolToken = "",
     insecure: options.Insecure = False,
 ) -> None:
     """Serve a model from this machine: a private Ray keeps the replicas alive, a router in this process takes requests.
@@ -88,6 +95,14 @@ def serve(
             router=RouterConfig(
                 listen=join_address(host, port),
                 insecure=insecure,
+                security=security.server_security(
+                    tls_cert=tls_cert,
+                    tls_key=tls_key,
+                    tls_ca=tls_ca,
+                    client_certs=client_certs,
+                    tokens=tokens,
+                    pool_token=pool_token,
+                ),
                 max_streams=max_streams,
                 metrics_listen=options.metrics_listen(host, metrics_port),
             ),

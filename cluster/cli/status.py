@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli import security_options as security
 from cluster.cli.options import DEFAULT_ADDRESS, Address
 from cluster.cli.running import fail, one_sentence_errors
 
@@ -19,6 +20,11 @@ CALL_TIMEOUT_S = 5.0
 
 def status(
     address: Address = DEFAULT_ADDRESS,
+    token_file: security.TokenFile = None,
+    tls_ca: security.TlsCa = "",
+    tls_cert: security.TlsCert = "",
+    tls_key: security.TlsKey = "",
+    insecure: security.ClearToken = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")] = False,
     watch: Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Show it again and again.")] = None,
 ) -> None:
@@ -29,7 +35,10 @@ def status(
     with one_sentence_errors():
         from cluster.client import GraphpoolClient
 
-        with GraphpoolClient(address) as client:
+        config = security.client_config(
+            token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure
+        )
+        with GraphpoolClient(address, config) as client:
             if watch is None:
                 _show_once(client, as_json)
             elif as_json:

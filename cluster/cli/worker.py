@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli import options
+from cluster.cli import security_options as security
 from cluster.cli.options import NETWORK, Device, Dtype, Graphs, LoadFormat
 from cluster.cli.running import run_until_stopped, usage_errors
 from cluster.cli.worker_options import worker_config
@@ -53,6 +54,12 @@ def worker(
     metrics_port: options.MetricsPort = None,
     flush_ms: options.FlushMs = 8.0,
     drain_s: options.DrainS = 30.0,
+    tls_cert: security.TlsCert = "",
+    tls_key: security.TlsKey = "",
+    tls_ca: security.TlsCa = "",
+    client_certs: security.ClientCerts = True,
+    tokens: security.Tokens = "",
+    pool_token: security.PoolToken = "",
     insecure: options.Insecure = False,
     enable_fault_injection: Annotated[
         bool,
@@ -91,6 +98,14 @@ def worker(
         config = ReplicaConfig(
             listen=join_address(host, port),
             insecure=insecure,
+            security=security.server_security(
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                tls_ca=tls_ca,
+                client_certs=client_certs,
+                tokens=tokens,
+                pool_token=pool_token,
+            ),
             metrics_listen=options.metrics_listen(host, metrics_port),
             advertise=advertise,
             name=name,
