@@ -66,14 +66,18 @@ class RouterConfig:
     """Requests answered at the same time; more are refused with RESOURCE_EXHAUSTED."""
     max_queued_messages: int = 256
     """Messages of one answer that may wait for its reader; more end the request."""
-    placement_budget: int = 3
-    """Replicas one request is given to at most, while no token of its answer has arrived."""
+    resume_budget: int = 3
+    """Losses of its replica that one request survives; a replica that leaves in order takes nothing from it."""
     policy: str = "least-tokens"
     """How a replica is chosen: least-tokens, prefix (prompts that begin alike go together) or tier-fit."""
     affinity_bound: float = 2.0
     """With `prefix`: the chosen replica has at most this many times the work of the one with the least."""
     wait_for_replica_s: float = 2.0
     """How long a request waits while no replica is ready."""
+    wait_to_resume_s: float = 30.0
+    """How long an answer that lost its replica waits for another one."""
+    quarantine_s: float = 600.0
+    """How long requests like one that was proven to end replicas are refused."""
     announce_period_s: float = 1.0
     """How often replicas are told to announce themselves; after three periods of silence a lost one is forgotten."""
     silence_timeout_s: float = 2.0
@@ -101,7 +105,7 @@ class RouterConfig:
             check_address("replicas", address)
         if self.name:
             check_name("name", self.name)
-        _at_least_one(self, "max_streams", "max_queued_messages", "placement_budget")
+        _at_least_one(self, "max_streams", "max_queued_messages")
         _at_most(self, "max_streams", MAX_STREAMS)
         _positive(self, "announce_period_s", "silence_timeout_s", "connect_timeout_s", "canary_timeout_s")
         if self.policy not in POLICY_NAMES:
@@ -109,7 +113,7 @@ class RouterConfig:
         if not 1 <= self.affinity_bound < math.inf:
             raise ValueError(f"affinity_bound {self.affinity_bound} is under 1")
         _positive(self, "reconnect_min_s", "reconnect_max_s", "breaker_pause_min_s", "breaker_pause_max_s")
-        _not_negative(self, "wait_for_replica_s")
+        _not_negative(self, "wait_for_replica_s", "wait_to_resume_s", "resume_budget")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

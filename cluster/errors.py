@@ -5,6 +5,8 @@
     ├── ReplicaLost             the replica that was answering is gone
     │   └── ReplicaUnresponsive its connection stands, but nothing came over it for too long
     ├── RemoteError             a replica ended the request with this status
+    ├── AnswerInterrupted       too many replicas were lost under one answer, or none was left
+    ├── PoisonedRequest         a request that ends the replica that computes it
     ├── BrokenStream            pieces of an answer were missing
     ├── CanaryFailed            a replica did not pass the generation that admits it
     ├── DuplicateRequest        the request id is live already
@@ -74,6 +76,26 @@ class RemoteError(ClusterError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class AnswerInterrupted(ClusterError):
+    """An answer broke off after `num_tokens`: it was taken up again after losses, but not after the last one."""
+
+    def __init__(self, num_losses: int, num_tokens: int) -> None:
+        super().__init__(num_losses, num_tokens)
+        self.num_losses = num_losses
+        self.num_tokens = num_tokens
+
+    def __str__(self) -> str:
+        replicas = "replica was" if self.num_losses == 1 else "replicas were"
+        return f"the answer broke off after {self.num_tokens} tokens: {self.num_losses} {replicas} lost, none took over"
+
+
+class PoisonedRequest(ClusterError):
+    """The request, alone in its step, ended the replica that computed it, or it is like one that did."""
+
+    def __str__(self) -> str:
+        return "this request ends the replica that computes it: it is not tried again"
 
 
 class BrokenStream(ClusterError):

@@ -43,6 +43,8 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     cluster_errors.NoReplicaAvailable: _Code.UNAVAILABLE,
     cluster_errors.ReplicaLost: _Code.UNAVAILABLE,
     cluster_errors.ReplicaUnresponsive: _Code.UNAVAILABLE,
+    cluster_errors.AnswerInterrupted: _Code.UNAVAILABLE,
+    cluster_errors.PoisonedRequest: _Code.INTERNAL,
     cluster_errors.BrokenStream: _Code.INTERNAL,
     cluster_errors.CanaryFailed: _Code.UNAVAILABLE,
     cluster_errors.DuplicateRequest: _Code.ALREADY_EXISTS,

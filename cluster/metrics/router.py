@@ -23,14 +23,25 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._placements = 0
-        self._repeated = 0
+        self._repeated = self._resumed = self._trials = 0
+        self._fenced = self._poisoned = 0
         self._added = Histogram((0.0001, 0.00025, *SECONDS))
         self._first_token = Histogram()
 
-    def placed(self, attempt: int) -> None:
-        """A replica was given a request, for the `attempt`-th time."""
+    def placed(self, attempt: int, *, is_resumed: bool = False, is_trial: bool = False) -> None:
+        """A replica was given a request, for the `attempt`-th time; is something of its answer delivered?"""
         self._placements += 1
         self._repeated += attempt > 1
+        self._resumed += is_resumed
+        self._trials += is_trial
+
+    def fenced(self) -> None:
+        """A replica sent something for a request that it does not have any more."""
+        self._fenced += 1
+
+    def poisoned(self) -> None:
+        """A request was proven to end replicas."""
+        self._poisoned += 1
 
     def started(self, *, placed_after_s: float, first_token_s: float) -> None:
         """The first piece of an answer came; both times are from the arrival of its request."""
@@ -46,6 +57,12 @@ class RouterMetrics:
         yield plain_counter(
             "repeated_placements", "Those whose earlier replica was lost or would not take them.", self._repeated
         )
+        yield plain_counter("resumed_streams", "Placements after the beginning of an answer.", self._resumed)
+        yield plain_counter("trials", "Placements of requests suspected of ending a replica.", self._trials)
+        yield plain_counter(
+            "fenced_events", "Events that came for requests given up or placed elsewhere.", self._fenced
+        )
+        yield plain_counter("poisoned_requests", "Requests proven to end the replica they run on.", self._poisoned)
         yield _replicas(loads)
         yield _readiness(loads)
         yield _breakers(loads)

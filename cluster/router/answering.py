@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import time
 
+from cluster.delivered import Delivered
 from cluster.router.stream import LinkStream
-from protos import generation_pb2
+from protos import generation_pb2, replica_pb2
 from worker.errors import DeadlineExceeded
 
 
 class Answering:
-    """Its deadline, its times, and where it is being answered at the moment."""
+    """Its deadline, its times, what its client has, and where it is being answered at the moment."""
 
-    __slots__ = ("_deadline_s", "_error", "_placed_s", "_started_s", "_stream", "has_started")
+    __slots__ = (
+        "_deadline_s",
+        "_error",
+        "_placed_s",
+        "_started_s",
+        "_stream",
+        "delivered",
+        "has_started",
+        "is_suspect",
+        "num_losses",
+        "num_placements",
+        "num_stalled_trials",
+        "refused",
+    )
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float | None, delivered: Delivered | None = None) -> None:
+        self.delivered = delivered or Delivered()
         self.has_started = False
-        """Whether a piece of the answer has gone to the client: from then on it cannot be placed again."""
+        """Whether a piece of the answer has gone to the client from here."""
+        self.num_placements = 0
+        self.num_losses = 0
+        """Replicas that were lost while they had it."""
+        self.is_suspect = False
+        """It may have been what ended one of them."""
+        self.num_stalled_trials = 0
+        self.refused: set[str] = set()
+        """Incarnations that would not take it, or not keep it."""
         self._started_s = time.monotonic()
         self._deadline_s = None if timeout_s is None else self._started_s + timeout_s
         self._placed_s = self._started_s
@@ -42,6 +65,15 @@ class Answering:
         """Since its arrival."""
         return time.monotonic() - self._started_s
 
+    def submit(self) -> replica_pb2.Submit:
+        """What its next placement brings beside the request."""
+        self.num_placements += 1
+        return replica_pb2.Submit(
+            delivered=self.delivered.to_proto(),
+            next_sequence=self.delivered.next_sequence,
+            is_trial=self.is_suspect,
+        )
+
     def placed(self, stream: LinkStream) -> None:
         """A replica has it now."""
         self._stream = stream
@@ -60,8 +92,9 @@ class Answering:
         self.time_left_s()
 
     def stamp(self, piece: generation_pb2.GenerateResponse) -> generation_pb2.GenerateResponse:
-        """Note that the answer has started; the last piece gets the router's times."""
+        """Note a piece that goes to the client; the last one gets the router's times."""
         self.has_started = True
+        self.delivered.note(piece)
         if piece.HasField("timings"):
             piece.timings.router_ms = 1000 * self.placed_after_s
             piece.timings.total_ms = 1000 * self.elapsed_s

@@ -16,12 +16,15 @@ from cluster.config import RouterConfig
 from cluster.errors import CanaryFailed, ReplicaLost
 from cluster.router.breaker import BreakerState
 from cluster.router.connection import Connection
+from cluster.router.loss import LossKind, judge
 from cluster.router.policies import Candidate
 from cluster.router.stream import LinkStream
 from cluster.router.vitals import Vitals
 from protos import control_pb2, generation_pb2, replica_pb2
 
 JITTER = 0.2
+STALLED_S = 1.0
+"""A failed replica whose last report was of a step this old did not crash: the step did not end."""
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Link:
         on_change: Callable[[], None],
         incarnation: str = "",
         has_others: Callable[[Link], bool] = lambda _: False,
+        on_fenced: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self.name = address
@@ -62,6 +66,7 @@ class Link:
         self._router = router
         self._probe = probe
         self._on_change = on_change
+        self._on_fenced = on_fenced
         self._expected_incarnation = incarnation
         self._foreign_tokens = 0
         self._free_slots: tuple[tuple[int, int], ...] = ()
@@ -165,11 +170,13 @@ class Link:
             raise ReplicaLost(self.name)
         stream_id = next(self._numbers)
         limit = self._config.max_queued_messages
-        stream = LinkStream(self, stream_id, prompt_cost=prompt_cost, cost=cost, limit=limit)
+        submit = submit or replica_pb2.Submit()
+        stream = LinkStream(
+            self, stream_id, prompt_cost=prompt_cost, cost=cost, limit=limit, next_sequence=submit.next_sequence
+        )
         self._streams[stream_id] = stream
         self.outstanding_tokens += cost
         self._num_placed_since += 1
-        submit = submit or replica_pb2.Submit()
         submit.stream_id, submit.attempt, submit.timeout_s = stream_id, attempt, timeout_s or 0.0
         if isinstance(request, generation_pb2.GenerateRequest):
             submit.generate.CopyFrom(request)
@@ -212,13 +219,14 @@ class Link:
         if self._admission is not None:
             self._admission.cancel()
             self._admission = None
-        self._lose_streams(is_silent=connection.is_silent)
+        self._lose_streams(LossKind.SILENT if connection.is_silent else LossKind.CRASHED)
         self._on_change()
 
-    def _lose_streams(self, *, is_silent: bool) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.lose(is_silent=is_silent)
+    def _lose_streams(self, kind: LossKind) -> None:
+        streams, self._streams = list(self._streams.values()), {}
+        verdicts = judge(streams, kind, max_rows=self.load.max_rows)
+        for stream, verdict in zip(streams, verdicts, strict=True):
+            stream.lose(kind, verdict)
 
     def _expel(self) -> None:
         """It makes no progress: its requests go elsewhere, and what it may still send for them reaches nobody."""
@@ -226,7 +234,7 @@ class Link:
         self.vitals.breaker.stalled()
         for stream_id in self._streams:
             self._cancel(stream_id)
-        self._lose_streams(is_silent=True)
+        self._lose_streams(LossKind.STALLED)
         self._start_admission()
         self._on_change()
 
@@ -243,12 +251,18 @@ class Link:
         # The state first: a request refused by a draining replica must not come back to it.
         if frame.state:
             self._report(frame.state)
+        has_failed = self._reported == control_pb2.REPLICA_STATE_FAILED
         for event in frame.events:
             stream = self._streams.get(event.stream_id)
-            if stream is not None:
+            if stream is None:
+                self._on_fenced()
+            elif not (has_failed and event.HasField("error")):
                 stream.push(event)
                 if event.end:
                     self._note_end(event)
+        if has_failed and self._streams:  # it says goodbye to each of them; together they say more
+            has_stalled = self.load.step_age_s > STALLED_S
+            self._lose_streams(LossKind.STALLED if has_stalled else LossKind.CRASHED)
         if frame.HasField("load"):
             self._note_load(frame.load)
 

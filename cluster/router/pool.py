@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import grpc
 
-from cluster import codec
 from cluster.codec import AnyRequest
 from cluster.config import RouterConfig
-from cluster.errors import NoReplicaAvailable, RemoteError, ReplicaLost, UnknownModel, UnknownReplica
+from cluster.delivered import Delivered
+from cluster.errors import RemoteError, ReplicaLost, UnknownReplica
 from cluster.metrics.router import RouterMetrics
 from cluster.router.answering import Answering
 from cluster.router.link import Link
 from cluster.router.membership import Membership
+from cluster.router.placement import Placement
 from cluster.router.policies import Policy
-from cluster.router.stream import LinkStream
+from cluster.router.quarantine import Quarantine
+from cluster.router.resuming import Resuming
 from cluster.router.vitals import BREAKERS
-from cluster.router.want import want_of
 from protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from worker.errors import DeadlineExceeded, Draining, RequestAborted
 
-UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
+UNAVAILABLE: int = grpc.StatusCode.UNAVAILABLE.value[0]
 CUT_OFF_S = 1.0
 """After a drain's grace: for the errors of what was cut off to reach their clients."""
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Pool:
-    """Places each request on a replica, and again on another one if the first is lost before anything came from it."""
+    """Answers each request from one replica, or from several after one another, and speaks for all of them."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class Pool:
     ) -> None:
         self._config = config
         self._membership = membership
-        self._policy = policy
+        self._placement = Placement(config, membership, policy)
+        self._quarantine = Quarantine(config.quarantine_s)
+        self._resuming = Resuming(config, self._placement, quarantine=self._quarantine, metrics=metrics)
         self._server_info = server_info
         self._on_change = on_change
-        self._metrics = metrics
         self._answering: dict[str, Answering] = {}
-        self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
@@ -75,41 +75,26 @@ class Pool:
 
     def links_changed(self) -> None:
         """Some replica became ready or ceased to be: those who wait for one look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._placement.note_change()
         self._on_change()
 
     async def wait_changed(self) -> None:
         """Return after the next change."""
-        await self._changed.wait()
+        await self._placement.wait_changed()
 
     async def generate(
-        self, request: AnyRequest, *, timeout_s: float | None
+        self, request: AnyRequest, *, timeout_s: float | None, delivered: Delivered | None = None
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """See Backend."""
         if self._is_draining:
             raise Draining
-        answering = self._answering[request.request_id] = Answering(timeout_s)
+        self._quarantine.check(request)
+        answering = self._answering[request.request_id] = Answering(timeout_s, delivered)
         self._idle.clear()
         try:
-            refused: set[str] = set()
-            for attempt in range(1, self._config.placement_budget + 1):
-                link = await self._place(request, answering, refused)
-                stream = self._open(link, request, attempt, answering)
-                try:
-                    async for piece in stream:
-                        if not answering.has_started:
-                            self._note_start(answering)
-                        yield answering.stamp(piece)
-                    return
-                except (ReplicaLost, RemoteError) as error:
-                    may_repeat = attempt < self._config.placement_budget and not answering.has_started
-                    if not may_repeat or not _is_loss(error):
-                        raise
-                    if isinstance(error, RemoteError):
-                        refused.add(link.incarnation)
-                finally:
-                    stream.close()
+            async with contextlib.aclosing(self._resuming.answer(request, answering)) as pieces:
+                async for piece in pieces:
+                    yield piece
         finally:
             del self._answering[request.request_id]
             if not self._answering:
@@ -135,7 +120,7 @@ class Pool:
 
     async def model_info(self, model: str) -> control_pb2.ModelInfo:
         """See Backend."""
-        link = (await self._ready(model, Answering(None), set()))[0]
+        link = (await self._placement.ready(model, Answering(None)))[0]
         if link.model is None:
             raise ReplicaLost(link.name)
         return link.model
@@ -203,76 +188,18 @@ class Pool:
             self.fail_all(Draining())
             await self.wait_idle(CUT_OFF_S)
 
-    async def _place(self, request: AnyRequest, answering: Answering, refused: set[str]) -> Link:
-        links = await self._ready(request.model, answering, refused)
-        prompt_cost, answer_cost = _cost(request, links[0])
-        want = want_of(request, prompt_cost=prompt_cost, answer_cost=answer_cost)
-        return links[self._policy([link.candidate for link in links], want)]
-
-    def _open(self, link: Link, request: AnyRequest, attempt: int, answering: Answering) -> LinkStream:
-        prompt_cost, answer_cost = _cost(request, link)
-        stream = link.open(
-            request,
-            attempt=attempt,
-            timeout_s=answering.time_left_s(),
-            prompt_cost=prompt_cost,
-            cost=prompt_cost + answer_cost,
-        )
-        answering.placed(stream)
-        self._metrics.placed(attempt)
-        return stream
-
-    def _note_start(self, answering: Answering) -> None:
-        self._metrics.started(placed_after_s=answering.placed_after_s, first_token_s=answering.elapsed_s)
-
-    async def _ready(self, model: str, answering: Answering, refused: set[str]) -> list[Link]:
-        """Ready replicas of the model, at least one; waits for it if need be."""
-        give_up_s = time.monotonic() + self._config.wait_for_replica_s
-        while True:
-            answering.check()
-            ready = [link for link in self._membership.links if link.is_ready and link.incarnation not in refused]
-            links = [link for link in ready if not model or (link.model and link.model.name == model)]
-            if links:
-                return links
-            if ready and ready[0].model:
-                raise UnknownModel(ready[0].model.name)
-            await self._wait_for_change(give_up_s, answering)
-
-    async def _wait_for_change(self, give_up_s: float, answering: Answering) -> None:
-        left_s = give_up_s - time.monotonic()
-        if left_s <= 0:
-            raise NoReplicaAvailable(self._config.wait_for_replica_s)
-        time_left_s = answering.time_left_s()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left_s if time_left_s is None else min(left_s, time_left_s)):
-                await self._changed.wait()
-
     async def _ask(self, model: str, call: Callable[[Link], Awaitable[T]]) -> T:
         """A call that any replica can answer."""
-        refused: set[str] = set()
-        for attempt in range(1, self._config.placement_budget + 1):
-            link = (await self._ready(model, Answering(None), refused))[0]
+        answering = Answering(None)
+        for budget in range(self._config.resume_budget, -1, -1):
+            link = (await self._placement.ready(model, answering))[0]
             try:
                 return await _remote(call(link))
             except RemoteError as error:
-                if attempt == self._config.placement_budget or not _is_loss(error):
+                if budget == 0 or error.code != UNAVAILABLE:
                     raise
-                refused.add(link.incarnation)
-        raise AssertionError("the budget is at least one")
-
-
-def _cost(request: AnyRequest, link: Link) -> tuple[int, int]:
-    """Tokens of the prompt, and of its answers at most."""
-    context = link.model.max_model_len if link.model else 1
-    prompt = min(codec.prompt_estimate(request), context)
-    left = max(1, context - prompt)
-    sampling = request.sampling
-    answer = min(sampling.max_tokens, left) if sampling.HasField("max_tokens") else left
-    return prompt, answer * (sampling.n if sampling.HasField("n") else 1)
-
-
-def _is_loss(error: ReplicaLost | RemoteError) -> bool:
-    return isinstance(error, ReplicaLost) or error.code == UNAVAILABLE
+                answering.refused.add(link.incarnation)
+        raise AssertionError("the first try takes nothing from the budget")
 
 
 async def _remote(call: Awaitable[T]) -> T:

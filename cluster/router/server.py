@@ -140,6 +140,7 @@ class RouterServer:
             router=self.name,
             probe=self._probe,
             on_change=self._pool.links_changed,
+            on_fenced=self._metrics.fenced,
             incarnation=incarnation,
             has_others=self._membership.has_others,
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cluster import status
 from cluster.errors import BrokenStream, ReplicaLost, ReplicaUnresponsive, SlowReader
+from cluster.router.loss import LossKind, Verdict
 from protos import generation_pb2, replica_pb2
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ class LinkStream:
         "_cost_left",
         "_delivered",
         "_error",
+        "_has_begun",
         "_has_ended",
         "_limit",
         "_link",
@@ -31,10 +34,16 @@ class LinkStream:
         "_prompt_cost",
         "_sequence",
         "_waiter",
+        "is_on_trial",
+        "is_scheduled",
+        "on_trial_passed",
         "stream_id",
+        "verdict",
     )
 
-    def __init__(self, link: Link, stream_id: int, *, prompt_cost: int, cost: int, limit: int) -> None:
+    def __init__(
+        self, link: Link, stream_id: int, *, prompt_cost: int, cost: int, limit: int, next_sequence: int = 0
+    ) -> None:
         self.stream_id = stream_id
         self._link = link
         self._limit = limit
@@ -43,8 +52,13 @@ class LinkStream:
         self._pieces: deque[generation_pb2.GenerateResponse] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        self._has_ended = False
-        self._sequence = 0
+        self._has_begun = self._has_ended = False
+        self.is_scheduled = self.is_on_trial = False
+        """See cluster.router.loss.Witnessed."""
+        self.on_trial_passed: Callable[[], None] | None = None
+        self.verdict = Verdict.INNOCENT
+        """What its replica's loss makes of it."""
+        self._sequence = next_sequence
         self._delivered = 0
 
     @property
@@ -73,6 +87,8 @@ class LinkStream:
         kind = event.WhichOneof("kind")
         if kind == "response":
             self._take(event.response)
+        elif kind == "phase":
+            self._enter(event.phase)
         if event.end:
             self._has_ended = True
             self._release(self._cost_left)
@@ -86,13 +102,14 @@ class LinkStream:
             self._error = error
             self._wake()
 
-    def lose(self, *, is_silent: bool) -> None:
+    def lose(self, kind: LossKind, verdict: Verdict = Verdict.INNOCENT) -> None:
         """The replica is gone."""
         if not self._has_ended:
-            kind = ReplicaUnresponsive if is_silent else ReplicaLost
+            error = ReplicaLost if kind is LossKind.CRASHED else ReplicaUnresponsive
+            self.verdict = verdict
             self._has_ended = True
             self._release(self._cost_left)
-            self.fail(kind(self._link.name, self._delivered))
+            self.fail(error(self._link.name, self._delivered))
 
     def close(self) -> None:
         """End the request on the replica, unless it has ended there."""
@@ -109,10 +126,18 @@ class LinkStream:
             self._break(SlowReader(self._limit, "messages"))
             return
         num_tokens = sum(len(choice.token_ids) for choice in piece.choices)
-        self._release(num_tokens if self._sequence else num_tokens + self._prompt_cost)
+        self._release(num_tokens if self._has_begun else num_tokens + self._prompt_cost)
+        self._has_begun = self.is_scheduled = True
         self._sequence += 1
         self._delivered += num_tokens
         self._pieces.append(piece)
+
+    def _enter(self, phase: replica_pb2.StreamPhase.ValueType) -> None:
+        self.is_scheduled = True
+        if phase != replica_pb2.STREAM_PHASE_SCHEDULED:
+            self.is_on_trial = phase == replica_pb2.STREAM_PHASE_TRIAL_BEGAN
+        if phase == replica_pb2.STREAM_PHASE_TRIAL_PASSED and self.on_trial_passed is not None:
+            self.on_trial_passed()
 
     def _break(self, error: Exception) -> None:
         """End it here and on the replica; what was not read is dropped, for it may be much."""

@@ -18,7 +18,12 @@ from tests.fakes.waiting import until
 from worker.errors import WorkerError
 
 FAST = RouterConfig(
-    listen="127.0.0.1:0", wait_for_replica_s=0.5, announce_period_s=0.2, reconnect_max_s=0.5, canary_timeout_s=10.0
+    listen="127.0.0.1:0",
+    wait_for_replica_s=0.5,
+    wait_to_resume_s=5.0,
+    announce_period_s=0.2,
+    reconnect_max_s=0.5,
+    canary_timeout_s=10.0,
 )
 ONE_TRY = ClientConfig(max_attempts=1)
 

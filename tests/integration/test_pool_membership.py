@@ -198,4 +198,4 @@ async def test_a_peer_that_floods_a_router_with_pings_is_cut_off() -> None:
 
 def test_the_default_router_is_on_loopback_with_a_budget_of_three() -> None:
     config = RouterConfig()
-    assert (config.listen, config.placement_budget) == ("127.0.0.1:50050", 3)
+    assert (config.listen, config.resume_budget) == ("127.0.0.1:50050", 3)

@@ -62,7 +62,7 @@ async def test_a_replica_that_is_capturing_may_take_its_time() -> None:
 
 
 async def test_a_frozen_process_is_out_within_three_seconds_and_its_late_tokens_reach_nobody() -> None:
-    async with script_pool(0, router=replace(FAST, placement_budget=1)) as pool:
+    async with script_pool(0, router=replace(FAST, resume_budget=0)) as pool:
         frozen = await pool.spawn("frozen", step_s=0.01)
         stream = pool.client.stream(PROMPT, max_tokens=3000, seed=5)
         received = list((await anext(stream)).token_ids)

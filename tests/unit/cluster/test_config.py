@@ -76,7 +76,7 @@ def test_a_replica_that_listens_everywhere_must_say_where_it_is_dialed() -> None
         (RouterConfig, "max_streams", 0),
         (RouterConfig, "max_streams", 10**10),
         (RouterConfig, "max_queued_messages", -1),
-        (RouterConfig, "placement_budget", 0),
+        (RouterConfig, "resume_budget", -1),
         (RouterConfig, "wait_for_replica_s", -0.1),
         (RouterConfig, "announce_period_s", 0),
         (RouterConfig, "silence_timeout_s", float("nan")),

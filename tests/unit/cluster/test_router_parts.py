@@ -21,6 +21,7 @@ from cluster.errors import (
 )
 from cluster.router.answering import Answering
 from cluster.router.canary import NUM_TOKENS, canary_request, run_canary
+from cluster.router.loss import LossKind
 from cluster.router.stream import LinkStream
 from protos import control_pb2, replica_pb2
 from protos import generation_pb2 as pb
@@ -72,7 +73,7 @@ def test_outstanding_tokens_return_to_zero_however_streams_end(
             stream.push(piece(sequence, num_tokens))
             assert link.outstanding_tokens >= 0
         if is_lost:
-            stream.lose(is_silent=False)
+            stream.lose(LossKind.CRASHED)
         stream.close()
     assert link.outstanding_tokens == 0
 
@@ -87,13 +88,20 @@ async def test_an_error_comes_after_the_pieces_that_arrived_before_it() -> None:
         await anext(stream)
 
 
-@pytest.mark.parametrize(("is_silent", "kind"), [(False, ReplicaLost), (True, ReplicaUnresponsive)])
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (LossKind.CRASHED, ReplicaLost),
+        (LossKind.SILENT, ReplicaUnresponsive),
+        (LossKind.STALLED, ReplicaUnresponsive),
+    ],
+)
 async def test_a_lost_replica_ends_its_streams_with_the_number_of_tokens_that_came(
-    is_silent: bool, kind: type[ReplicaLost]
+    loss: LossKind, kind: type[ReplicaLost]
 ) -> None:
     stream = open_stream(FakeLink())
     stream.push(piece(0, 3))
-    stream.lose(is_silent=is_silent)
+    stream.lose(loss)
     await anext(stream)
     with pytest.raises(kind) as caught:
         await anext(stream)
@@ -105,7 +113,7 @@ async def test_a_waiting_reader_learns_of_the_loss() -> None:
     stream = open_stream(FakeLink())
     reader = asyncio.create_task(read(stream))
     await asyncio.sleep(0)
-    stream.lose(is_silent=False)
+    stream.lose(LossKind.CRASHED)
     with pytest.raises(ReplicaLost):
         await reader
 

@@ -29,6 +29,8 @@ EXAMPLES: list[tuple[Exception, grpc.StatusCode]] = [
     (cluster_errors.ReplicaLost("r", 3), Code.UNAVAILABLE),
     (cluster_errors.ReplicaUnresponsive("r", 3), Code.UNAVAILABLE),
     (cluster_errors.RemoteError(5, "no such model"), Code.NOT_FOUND),
+    (cluster_errors.AnswerInterrupted(4, 37), Code.UNAVAILABLE),
+    (cluster_errors.PoisonedRequest(), Code.INTERNAL),
     (cluster_errors.BrokenStream("r", 2, 4), Code.INTERNAL),
     (cluster_errors.CanaryFailed("r", "too few tokens"), Code.UNAVAILABLE),
     (cluster_errors.DuplicateRequest("a"), Code.ALREADY_EXISTS),

@@ -1,0 +1,62 @@
+"""What the loss of a replica says of the requests that were on it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class LossKind(enum.Enum):
+    """How a replica was lost."""
+
+    CRASHED = "crashed"
+    """Its connection broke, or it said itself that its engine is over: something in its last step may have ended it."""
+    STALLED = "stalled"
+    """It lives, but its step does not end: a request may be the cause, or the machine."""
+    SILENT = "silent"
+    """Nothing came over a connection that stands: paused or cut off, which no request brings about."""
+
+
+class Verdict(enum.Enum):
+    """What a loss makes of one request."""
+
+    INNOCENT = "innocent"
+    SUSPECT = "suspect"
+    """It may have been in the step that ended the replica."""
+    STALLED_ALONE = "stalled alone"
+    """The step that did not end was its own and nobody else's."""
+    GUILTY = "guilty"
+    """It ended the replica: nothing else was in the step."""
+
+
+class Witnessed(Protocol):
+    """What is known of a request on the replica."""
+
+    is_scheduled: bool
+    """It has left the queue."""
+    is_on_trial: bool
+    """Steps compute it and nothing else."""
+
+
+def judge(streams: Sequence[Witnessed], kind: LossKind, *, max_rows: int) -> list[Verdict]:
+    """A verdict for each of the requests that were on a lost replica, given in the order of their arrival there.
+
+    Whoever was on trial was alone: a crash proves it, and clears all others. Without a trial those are suspects that
+    were in steps. That a request left the queue is told with the next frame, so the news may have died with the
+    replica; since the queue is first come, first served, only the oldest that are not known to have left it can be
+    meant, and no more of them than there were rows for. `max_rows` 0 = not known: then all.
+    """
+    if kind is LossKind.SILENT:
+        return [Verdict.INNOCENT] * len(streams)
+    if any(stream.is_on_trial for stream in streams):
+        alone = Verdict.GUILTY if kind is LossKind.CRASHED else Verdict.STALLED_ALONE
+        return [alone if stream.is_on_trial else Verdict.INNOCENT for stream in streams]
+    num_scheduled = sum(stream.is_scheduled for stream in streams)
+    num_unknown = len(streams) - num_scheduled if max_rows == 0 else max(max_rows - num_scheduled, 0)
+    verdicts: list[Verdict] = []
+    for stream in streams:
+        if not stream.is_scheduled:
+            num_unknown -= 1
+        verdicts.append(Verdict.SUSPECT if stream.is_scheduled or num_unknown >= 0 else Verdict.INNOCENT)
+    return verdicts

@@ -1,0 +1,92 @@
+"""Finding a replica for a request, and waiting for one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from cluster import codec
+from cluster.codec import AnyRequest
+from cluster.config import RouterConfig
+from cluster.errors import NoReplicaAvailable, UnknownModel
+from cluster.router.answering import Answering
+from cluster.router.link import Link
+from cluster.router.membership import Membership
+from cluster.router.policies import Policy
+from cluster.router.want import want_of
+
+Fits = Callable[[Link], bool]
+
+
+class Placement:
+    """Chooses among the replicas that take requests; who finds none waits for the next change."""
+
+    def __init__(self, config: RouterConfig, membership: Membership, policy: Policy) -> None:
+        self._config = config
+        self._membership = membership
+        self._policy = policy
+        self._changed = asyncio.Event()
+
+    def note_change(self) -> None:
+        """Those who wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_changed(self) -> None:
+        """Return after the next change."""
+        await self._changed.wait()
+
+    async def choose(self, request: AnyRequest, answering: Answering, fits: Fits = lambda _: True) -> Link:
+        """The replica the request goes to. Raises UnknownModel, NoReplicaAvailable or what ends the request."""
+        links = await self.ready(request.model, answering, fits)
+        prompt_cost, answer_cost = cost_of(request, links[0], answering)
+        want = want_of(request, prompt_cost=prompt_cost, answer_cost=answer_cost)
+        return links[self._policy([link.candidate for link in links], want)]
+
+    async def ready(self, model: str, answering: Answering, fits: Fits = lambda _: True) -> list[Link]:
+        """Ready replicas of the model that fit, at least one; waits for it if need be.
+
+        While there are ready ones that do not fit now, there is no end to the waiting but the request's own.
+        """
+        # An answer that was taken on is worth more patience than a request that can still go elsewhere.
+        patience_s = self._config.wait_to_resume_s if answering.num_placements else self._config.wait_for_replica_s
+        give_up_s = time.monotonic() + patience_s
+        while True:
+            answering.check()
+            links = self._of_model(model, answering.refused)
+            fitting = [link for link in links if fits(link)]
+            if fitting:
+                return fitting
+            if links:
+                give_up_s = time.monotonic() + patience_s
+            elif time.monotonic() >= give_up_s:
+                raise NoReplicaAvailable(patience_s)
+            await self.wait(give_up_s - time.monotonic(), answering)
+
+    async def wait(self, limit_s: float, answering: Answering) -> None:
+        """For the next change, at most `limit_s` and what is left of the request's time."""
+        time_left_s = answering.time_left_s()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s if time_left_s is None else min(limit_s, time_left_s)):
+                await self._changed.wait()
+
+    def _of_model(self, model: str, refused: Collection[str]) -> Sequence[Link]:
+        ready = [link for link in self._membership.links if link.is_ready and link.incarnation not in refused]
+        links = [link for link in ready if not model or (link.model and link.model.name == model)]
+        if not links and ready and ready[0].model:
+            raise UnknownModel(ready[0].model.name)
+        return links
+
+
+def cost_of(request: AnyRequest, link: Link, answering: Answering) -> tuple[int, int]:
+    """Tokens to prefill, and to answer at most, given what was delivered."""
+    context = link.model.max_model_len if link.model else 1
+    prompt = min(codec.prompt_estimate(request), context)
+    left = max(1, context - prompt)
+    sampling = request.sampling
+    num_choices = sampling.n if sampling.HasField("n") else 1
+    answer = num_choices * (min(sampling.max_tokens, left) if sampling.HasField("max_tokens") else left)
+    num_delivered = answering.delivered.num_tokens
+    return prompt + num_delivered, max(1, answer - num_delivered)

@@ -1,0 +1,128 @@
+"""Answering one request, on as many replicas as it takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+
+import grpc
+
+from cluster.codec import AnyRequest
+from cluster.config import RouterConfig
+from cluster.errors import AnswerInterrupted, NoReplicaAvailable, PoisonedRequest, RemoteError, ReplicaLost
+from cluster.metrics.router import RouterMetrics
+from cluster.router.answering import Answering
+from cluster.router.link import Link
+from cluster.router.loss import Verdict
+from cluster.router.placement import Placement, cost_of
+from cluster.router.quarantine import Quarantine
+from cluster.router.stream import LinkStream
+from cluster.router.trials import Trials
+from protos import generation_pb2
+
+UNAVAILABLE: int = grpc.StatusCode.UNAVAILABLE.value[0]
+RESOURCE_EXHAUSTED: int = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+MAX_STALLED_TRIALS = 2
+"""A step that does not end although it computes one request alone may be the machine's fault, but hardly twice."""
+FULL_PAUSE_S = 0.2
+"""Before a replica whose queue is full is asked again for a request that was taken on already."""
+
+log = logging.getLogger(__name__)
+
+
+class Resuming:
+    """Places a request, and places it again after what its client has whenever its replica is lost or gives it up.
+
+    A replica that leaves in order hands its requests over, as often as it happens. A loss counts: `resume_budget` of
+    them are made good. Requests that may have caused one are tried alone before they run among others again.
+    """
+
+    def __init__(
+        self, config: RouterConfig, placement: Placement, *, quarantine: Quarantine, metrics: RouterMetrics
+    ) -> None:
+        self._config = config
+        self._placement = placement
+        self._quarantine = quarantine
+        self._metrics = metrics
+        self._trials = Trials(placement.note_change)
+
+    async def answer(
+        self, request: AnyRequest, answering: Answering
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """The pieces of the answer. Raises AnswerInterrupted, PoisonedRequest or what a replica ended it with."""
+        while not answering.delivered.is_complete:
+            link = await self._choose(request, answering)
+            stream = self._place(link, request, answering)
+            try:
+                async for piece in stream:
+                    if not answering.has_started:
+                        self._note_start(answering)
+                    yield answering.stamp(piece)
+                return
+            except RemoteError as error:
+                await self._note_refusal(error, link, answering)
+            except ReplicaLost:
+                self._note_loss(stream.verdict, request, answering)
+            finally:
+                stream.close()
+                self._trials.end(link, stream)
+
+    async def _choose(self, request: AnyRequest, answering: Answering) -> Link:
+        try:
+            if answering.is_suspect:
+                return await self._placement.choose(request, answering, self._trials.may_begin)
+            return await self._placement.choose(request, answering)
+        except NoReplicaAvailable as error:
+            if answering.num_losses == 0:
+                raise
+            raise AnswerInterrupted(answering.num_losses, answering.delivered.num_tokens) from error
+
+    def _place(self, link: Link, request: AnyRequest, answering: Answering) -> LinkStream:
+        prompt_cost, answer_cost = cost_of(request, link, answering)
+        submit = answering.submit()
+        stream = link.open(
+            request,
+            attempt=answering.num_placements,
+            timeout_s=answering.time_left_s(),
+            prompt_cost=prompt_cost,
+            cost=prompt_cost + answer_cost,
+            submit=submit,
+        )
+        answering.placed(stream)
+        if answering.is_suspect:
+            self._trials.begin(link, stream)
+            stream.on_trial_passed = lambda: self._note_passed(link, stream, answering)
+        self._metrics.placed(
+            answering.num_placements, is_resumed=bool(submit.next_sequence), is_trial=answering.is_suspect
+        )
+        return stream
+
+    def _note_start(self, answering: Answering) -> None:
+        self._metrics.started(placed_after_s=answering.placed_after_s, first_token_s=answering.elapsed_s)
+
+    def _note_passed(self, link: Link, stream: LinkStream, answering: Answering) -> None:
+        answering.is_suspect = False
+        self._trials.end(link, stream)
+
+    async def _note_refusal(self, error: RemoteError, link: Link, answering: Answering) -> None:
+        """The replica is alive and ended the request itself: raises `error` unless it is worth another placement."""
+        if error.code == UNAVAILABLE:
+            answering.refused.add(link.incarnation)
+        elif error.code == RESOURCE_EXHAUSTED and answering.num_placements > 1:
+            await self._placement.wait(max(FULL_PAUSE_S, error.retry_after_ms / 1000), answering)
+        else:
+            raise error
+
+    def _note_loss(self, verdict: Verdict, request: AnyRequest, answering: Answering) -> None:
+        """Raises what ends the request, if this loss does."""
+        answering.num_losses += 1
+        if verdict is Verdict.STALLED_ALONE:
+            answering.num_stalled_trials += 1
+        if verdict is Verdict.GUILTY or answering.num_stalled_trials >= MAX_STALLED_TRIALS:
+            log.error("request %.64r ended a replica alone and is quarantined", request.request_id)
+            self._quarantine.add(request)
+            self._metrics.poisoned()
+            raise PoisonedRequest
+        answering.is_suspect = answering.is_suspect or verdict is not Verdict.INNOCENT
+        if answering.num_losses > self._config.resume_budget and not answering.delivered.is_complete:
+            raise AnswerInterrupted(answering.num_losses, answering.delivered.num_tokens)
