@@ -74,12 +74,15 @@ async def test_a_death_costs_no_request_a_token_wherever_it_runs() -> None:
 async def test_the_budget_bounds_how_many_losses_one_request_survives() -> None:
     async with script_pool(0, router=replace(FAST, resume_budget=1)) as pool:
         replicas = {name: await pool.spawn(name, step_s=0.01) for name in ("r0", "r1", "r2")}
-        stream = pool.client.stream(PROMPT, max_tokens=3000)
-        with pytest.raises(Unavailable, match="2 replicas were lost"):
-            async for piece in stream:
+
+        async def read_under_kills() -> None:
+            async for piece in pool.client.stream(PROMPT, max_tokens=3000):
                 if piece.sequence in (5, 15):
                     loads = pool.router.pool.loads()
                     await replicas.pop(next(load.replica for load in loads if load.router_streams)).kill()
+
+        with pytest.raises(Unavailable, match="2 replicas were lost"):
+            await read_under_kills()
         assert len(replicas) == 1
 
 
