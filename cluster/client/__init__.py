@@ -11,7 +11,9 @@ from cluster.client.errors import (
     InternalError,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
+    Unauthenticated,
     Unavailable,
 )
 from cluster.client.requests import Message, Prompt, SamplingOptions
@@ -33,10 +35,12 @@ __all__ = [
     "InvalidArgument",
     "Message",
     "NotFound",
+    "PermissionDenied",
     "PoolStatus",
     "Prompt",
     "ResourceExhausted",
     "SamplingOptions",
     "TokenLogprob",
+    "Unauthenticated",
     "Unavailable",
 ]
