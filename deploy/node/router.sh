@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The router of a cluster that `ray up` brings up: on the head, or on a node of its own.
+#
+#   router.sh start      start it; one that runs finishes its streams first, so this also takes a new version
+#   router.sh stop       finish what is running, then end
+#   router.sh status     the pool as the router sees it; exit code 1 when no replica is READY
+set -euo pipefail
+
+source ~/graphpool/deploy/node/router.env
+source ~/graphpool-env/bin/activate
+pid_file=~/graphpool-router.pid
+log_file=~/graphpool-router.log
+
+keep_running() {
+    trap 'kill -TERM "$router"; wait "$router"; exit' TERM
+    # It ends with 0 only when it was told to end.
+    until
+        graphpool router "${ROUTER_OPTIONS[@]}" &
+        router=$!
+        wait "$router"
+    do sleep 1; done
+}
+
+start() {
+    stop
+    setsid bash "$0" keep-running >>"$log_file" 2>&1 </dev/null &
+    echo $! >"$pid_file"
+}
+
+stop() {
+    local pid
+    pid=$(cat "$pid_file" 2>/dev/null) || return 0
+    kill -TERM "$pid" 2>/dev/null || true
+    while kill -0 "$pid" 2>/dev/null; do sleep 0.2; done
+    rm -f "$pid_file"
+}
+
+case "${1:-}" in
+start) start ;;
+stop) stop ;;
+keep-running) keep_running ;;
+status) graphpool status --address "127.0.0.1:$ROUTER_PORT" ;;
+*) sed -n '2,6p' "$0" >&2; exit 2 ;;
+esac

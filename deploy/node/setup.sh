@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Prepares a node, the same way each time: an environment with graphpool and its pinned packages in ~/graphpool-env.
+# It installs again only when the wheel, the pins or the extra packages have changed. Any failure ends `ray up`.
+#
+#   setup.sh [PACKAGE ...]      more packages for this node, such as boto3 on an AWS head
+set -euo pipefail
+
+files=~/graphpool
+environment=~/graphpool-env
+
+make_environment() {
+    local name
+    # The machine's image decides which of these is there; graphpool needs 3.11 to 3.13.
+    for name in python3.12 python3.13 python3.11; do
+        command -v "$name" >/dev/null && { "$name" -m venv "$environment"; return; }
+    done
+    echo 'no Python 3.11, 3.12 or 3.13 here: install python3.12 and python3.12-venv' >&2
+    return 1
+}
+
+install() {
+    local wanted
+    wanted=$(cat "$files"/wheel/graphpool-*.whl "$files/constraints.txt" <(echo "$@") | sha256sum)
+    [ "$(cat "$environment/installed" 2>/dev/null)" != "$wanted" ] || return 0
+    [ -x "$environment/bin/python" ] || make_environment
+    "$environment/bin/python" -m pip install --quiet --force-reinstall --no-deps "$files"/wheel/graphpool-*.whl
+    "$environment/bin/python" -m pip install --quiet --constraint "$files/constraints.txt" "$files"/wheel/graphpool-*.whl "$@"
+    echo "$wanted" >"$environment/installed"
+}
+
+install "$@"
+# Ray makes its token file readable by everybody; nobody else needs it.
+chmod 600 ~/.ray/auth_token
+# Shows what this node has: driver, GPU, packages, memory. Exit code 1, which ends `ray up`: it cannot serve.
+"$environment/bin/graphpool" doctor
