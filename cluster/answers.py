@@ -150,6 +150,8 @@ def chat_response(piece: generation_pb2.GenerateResponse) -> generation_pb2.Chat
         chat.timings.CopyFrom(piece.timings)
     if piece.HasField("execution"):
         chat.execution.CopyFrom(piece.execution)
+    if piece.HasField("seed"):
+        chat.seed = piece.seed
     return chat
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from cluster.codec import AnyRequest
+from cluster.delivered import Delivered
 from protos import control_pb2, generation_pb2
 
 
@@ -13,9 +14,9 @@ class Backend(Protocol):
     """The one face the gRPC services know. Errors are those of worker/errors.py and cluster/errors.py."""
 
     def generate(
-        self, request: AnyRequest, *, timeout_s: float | None
+        self, request: AnyRequest, *, timeout_s: float | None, delivered: Delivered | None = None
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """The pieces of one answer, numbered 0, 1, 2, ...; closing the iterator ends the request.
+        """The pieces of one answer, numbered 0, 1, 2, ..., or on from `delivered`; closing the iterator ends the request.
 
         The request has an id and a seed. Chat is answered in the same pieces, its text being the message's content.
         """

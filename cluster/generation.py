@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -15,13 +16,18 @@ from cluster.answers import AnswerFold, chat_response
 from cluster.backend import Backend
 from cluster.codec import AnyRequest
 from cluster.config import MESSAGE_BYTES
-from cluster.errors import AnswerTooLarge, DuplicateRequest, TooManyStreams
+from cluster.delivered import Delivered
+from cluster.errors import AnswerTooLarge, DuplicateRequest, PoisonedRequest, TooManyStreams
 from cluster.security.tenancy import Tenancy
 from protos import generation_pb2, generation_pb2_grpc
-from worker.errors import DeadlineExceeded
+from worker.errors import DeadlineExceeded, InvalidRequest
 
 SERVICE = "graphpool.v1.GenerationService"
 REQUEST_ID_KEY = "request-id"
+RESUME_INDEX_KEY = "resume-index"
+"""Number of the first message that a stream ended without, UNAVAILABLE: `Resume` goes on there."""
+POISON_KEY = "poison"
+"""Set when the request itself ends replicas."""
 ANSWER_BYTES = MESSAGE_BYTES - 64 * 1024
 """Room is left for what a chat message adds to an answer."""
 
@@ -62,9 +68,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(  # type: ignore[override]  # noqa: D102, N802
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> None:
-        async with self._answer(request, context) as pieces:
-            async for piece in pieces:
-                await context.write(piece)
+        await self._stream(request, context)
 
     async def Chat(  # noqa: D102, N802
         self, request: generation_pb2.ChatRequest, context: Context
@@ -74,9 +78,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def ChatStream(  # type: ignore[override]  # noqa: D102, N802
         self, request: generation_pb2.ChatRequest, context: Context
     ) -> None:
-        async with self._answer(request, context) as pieces:
-            async for piece in pieces:
-                await context.write(chat_response(piece))
+        await self._stream(request, context)
+
+    async def Resume(  # type: ignore[override]  # noqa: D102, N802
+        self, request: generation_pb2.ResumeRequest, context: Context
+    ) -> None:
+        await self._resume(request, context)
+
+    async def ResumeChat(  # type: ignore[override]  # noqa: D102, N802
+        self, request: generation_pb2.ResumeChatRequest, context: Context
+    ) -> None:
+        await self._resume(request, context)
 
     async def Tokenize(  # noqa: D102, N802
         self, request: generation_pb2.TokenizeRequest, context: Context
@@ -90,25 +102,52 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with status.on_error(context):
             return await self._backend.detokenize(request, timeout_s=_time_left(context))
 
+    async def _resume(
+        self, resume: generation_pb2.ResumeRequest | generation_pb2.ResumeChatRequest, context: Context
+    ) -> None:
+        """The client brings all there is to know of the answer; whose it is, its call says like that of any request."""
+        async with status.on_error(context):
+            delivered = Delivered.from_proto(resume.delivered, resume.next_sequence)
+            if resume.next_sequence and not resume.request.sampling.HasField("seed"):
+                raise InvalidRequest("seed", "is needed to go on as the answer began: its first message has it")
+        await self._stream(resume.request, context, delivered)
+
+    async def _stream(self, request: AnyRequest, context: Context, delivered: Delivered | None = None) -> None:
+        """Write the pieces that follow what was delivered."""
+        sent = _Sent(0 if delivered is None else delivered.next_sequence)
+        is_chat = isinstance(request, generation_pb2.ChatRequest)
+        async with self._answer(request, context, delivered, sent) as pieces:
+            async for piece in pieces:
+                if piece.sequence == 0:
+                    piece.seed = request.sampling.seed
+                await context.write(chat_response(piece) if is_chat else piece)
+                sent.next_sequence = piece.sequence + 1
+
     async def _whole(self, request: AnyRequest, context: Context) -> generation_pb2.GenerateResponse:
         fold = AnswerFold()
         async with self._answer(request, context) as pieces:
             async for piece in pieces:
                 fold.add(piece)
             answer = fold.result()
+            answer.seed = request.sampling.seed
             if answer.ByteSize() > ANSWER_BYTES:
                 raise AnswerTooLarge(answer.ByteSize(), ANSWER_BYTES)
         return answer
 
     @contextlib.asynccontextmanager
-    async def _answer(self, request: AnyRequest, context: Context) -> AsyncIterator[Pieces]:
+    async def _answer(
+        self, request: AnyRequest, context: Context, delivered: Delivered | None = None, sent: _Sent | None = None
+    ) -> AsyncIterator[Pieces]:
         async with status.on_error(context):
             self._admit(request, context)
             try:
                 async with self._turn(request, context) as counted:
-                    pieces = counted(self._backend.generate(request, timeout_s=_time_left(context)))
-                    async with contextlib.aclosing(pieces):
-                        yield pieces
+                    pieces = self._backend.generate(request, timeout_s=_time_left(context), delivered=delivered)
+                    async with contextlib.aclosing(counted(pieces)) as counted_pieces:
+                        yield counted_pieces
+            except Exception as error:
+                context.set_trailing_metadata(_trailers(request, error, sent))
+                raise
             finally:
                 self._live.discard(request.request_id)
 
@@ -137,6 +176,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if request.request_id in self._live:
             raise DuplicateRequest(request.request_id)
         self._live.add(request.request_id)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How far a stream is."""
+
+    next_sequence: int
+
+
+def _trailers(request: AnyRequest, error: Exception, sent: _Sent | None) -> tuple[tuple[str, str], ...]:
+    """What a client can do about an answer that failed: go on with it elsewhere, or never ask for it again."""
+    trailers = ((REQUEST_ID_KEY, request.request_id),)
+    if isinstance(error, PoisonedRequest):
+        return (*trailers, (POISON_KEY, "true"))
+    if sent is not None and sent.next_sequence and status.code_of(error) is grpc.StatusCode.UNAVAILABLE:
+        return (*trailers, (RESUME_INDEX_KEY, str(sent.next_sequence)))
+    return trailers
 
 
 def _time_left(context: Context) -> float | None:

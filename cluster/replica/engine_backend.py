@@ -161,13 +161,13 @@ class EngineBackend:
             self._idle.set()
 
     async def generate(
-        self, request: AnyRequest, *, timeout_s: float | None, delivered: Delivered = NOTHING
+        self, request: AnyRequest, *, timeout_s: float | None, delivered: Delivered | None = None
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """See Backend."""
         started_s = time.monotonic()
         outbox = DirectOutbox(self.flush.interval(len(self._open) + 1))
         live = await self.open(
-            request, timeout_s=timeout_s, outbox=outbox, origin=Origin(self.name, delivered=delivered)
+            request, timeout_s=timeout_s, outbox=outbox, origin=Origin(self.name, delivered=delivered or NOTHING)
         )
         try:
             has_ended = False
