@@ -15,6 +15,9 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 
 
+UNIFORM_BITS = 24
+
+
 def uniforms(
     seeds: npt.NDArray[np.int64], choices: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
@@ -37,6 +40,11 @@ def uniforms(
 
 def device_uniforms(seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """`uniforms` in torch int64 arithmetic, so that a captured graph can draw: [rows] int64 each -> [rows] float32."""
+    return device_fractions(seeds, choices, positions).to(torch.float32) * 2.0**-UNIFORM_BITS
+
+
+def device_fractions(seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The same numbers times 2**24: [rows] int64."""
     words = [positions & MASK, choices & MASK, torch.zeros_like(positions), torch.zeros_like(positions)]
     keys = [seeds & MASK, (seeds >> 32) & MASK]
     for _ in range(ROUNDS):
@@ -48,4 +56,4 @@ def device_uniforms(seeds: torch.Tensor, choices: torch.Tensor, positions: torch
             first & MASK,
         ]
         keys = [(key + weyl) & MASK for key, weyl in zip(keys, WEYL, strict=True)]
-    return (words[0] >> 8).to(torch.float32) * 2.0**-24
+    return words[0] >> (32 - UNIFORM_BITS)

@@ -1,0 +1,144 @@
+"""What every sampling kernel does with a row: find its seat, edit its logits, turn them into mass."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from worker import mass, sampling_table
+from worker.sampling import MAX_LOGIT_BIAS
+from worker.sampling_table import Need, Place, Real, Whole
+
+BLOCK = 4096
+"""Logits of one program."""
+
+RANDOM = tl.constexpr(int(Need.RANDOM))
+CUT = tl.constexpr(int(Need.CUT))
+MIN_P = tl.constexpr(int(Need.MIN_P))
+PENALTY = tl.constexpr(int(Need.PENALTY))
+EDITS = tl.constexpr(int(Need.EDITS))
+LOGPROBS = tl.constexpr(int(Need.LOGPROBS))
+_BIAS = tl.constexpr(int(Need.BIAS))
+_ALLOWED = tl.constexpr(int(Need.ALLOWED))
+_BANNED = tl.constexpr(int(Need.BANNED))
+
+PLACES = tl.constexpr(sampling_table.NUM_PLACES)
+TOKEN = tl.constexpr(int(Place.TOKEN))
+SEAT = tl.constexpr(int(Place.SEAT))
+WHOLE = tl.constexpr(sampling_table.NUM_WHOLE)
+TOP_K = tl.constexpr(int(Whole.TOP_K))
+TOP_P = tl.constexpr(int(Whole.TOP_P))
+SEED = tl.constexpr(int(Whole.SEED))
+CHOICE = tl.constexpr(int(Whole.CHOICE))
+POSITION = tl.constexpr(int(Whole.POSITION))
+NUM_LOGPROBS = tl.constexpr(int(Whole.NUM_LOGPROBS))
+_MIN_TOKENS = tl.constexpr(int(Whole.MIN_TOKENS))
+_NUM_BIAS = tl.constexpr(int(Whole.NUM_BIAS))
+REAL = tl.constexpr(sampling_table.NUM_REAL)
+SCALE = tl.constexpr(int(Real.SCALE))
+LEAST_P = tl.constexpr(int(Real.MIN_P))
+_REPETITION = tl.constexpr(int(Real.REPETITION))
+_PRESENCE = tl.constexpr(int(Real.PRESENCE))
+_FREQUENCY = tl.constexpr(int(Real.FREQUENCY))
+
+MAX_COUNT = tl.constexpr(sampling_table.MAX_COUNT)
+LOG2_E = tl.constexpr(sampling_table.LOG2_E)
+FRACTION_BITS = tl.constexpr(mass.UNIFORM_BITS)
+FRACTION_ONE = tl.constexpr(mass.FRACTION_ONE)
+NO_KEY = tl.constexpr(-9223372036854775807)
+"""Below every key of a token."""
+LOWEST_KEY = tl.constexpr(-2147483648)
+"""No logit's key is below."""
+_MAX_BIAS = tl.constexpr(MAX_LOGIT_BIAS)
+_BIAS_LANES = tl.constexpr(1 << (MAX_LOGIT_BIAS - 1).bit_length())
+_C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(value) for value in mass.COEFFICIENTS)
+_LEAST_EXPONENT = tl.constexpr(mass.LEAST_EXPONENT)
+_MANTISSA_ONE = tl.constexpr(2.0**mass.MANTISSA_BITS)
+_MANTISSA_SHIFT = tl.constexpr(mass.UNIT_BITS - mass.MANTISSA_BITS)
+
+
+@triton.jit
+def mass_of(exponent: tl.tensor) -> tl.tensor:
+    """worker.mass.masses. Must be compiled without fused multiply-adds."""
+    clamped = tl.maximum(exponent, _LEAST_EXPONENT)
+    whole = tl.floor(clamped)
+    rest = clamped - whole
+    power = rest * _C0 + _C1
+    power = power * rest + _C2
+    power = power * rest + _C3
+    power = power * rest + _C4
+    power = power * rest + _C5
+    mantissa = (power * _MANTISSA_ONE).to(tl.int32).to(tl.int64)
+    return (mantissa << _MANTISSA_SHIFT) >> (-whole).to(tl.int32).to(tl.int64)
+
+
+@triton.jit
+def share(total: tl.tensor, fraction: tl.tensor, EXTRA: tl.constexpr) -> tl.tensor:
+    """worker.mass.share with EXTRA = 0, share_up with EXTRA = FRACTION_ONE - 1."""
+    high, low = total >> FRACTION_BITS, total & (FRACTION_ONE - 1)
+    return high * fraction + ((low * fraction + EXTRA) >> FRACTION_BITS)
+
+
+@triton.jit
+def value_key(value: tl.tensor) -> tl.tensor:
+    """worker.mass.ordered_keys."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_value(key: tl.tensor) -> tl.tensor:
+    """The value in a token's key."""
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def best_key(best: tl.tensor, row: tl.tensor, num_blocks: tl.tensor, PAD: tl.constexpr) -> tl.tensor:
+    """The largest of a row's [blocks] keys."""
+    block = tl.arange(0, PAD)
+    return tl.max(tl.load(best + row * num_blocks + block, mask=block < num_blocks, other=NO_KEY), axis=0)
+
+
+@triton.jit
+def edited(
+    value: tl.tensor,
+    index: tl.tensor,
+    live: tl.tensor,
+    first: tl.tensor,
+    seat: tl.tensor,
+    needs: tl.tensor,
+    tables: tl.tuple,
+    vocab: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The logits of tokens `index`, from `first` on, as worker.sampler edits them."""
+    whole, real, counts, allowed, banned, bias_ids, bias = tables
+    if needs & PENALTY:
+        count = tl.load(counts + seat * vocab + index, mask=live, other=0).to(tl.int32)
+        factor = tl.load(real + seat * REAL + _REPETITION)
+        repeated = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
+        value = tl.where(count != 0, repeated, value)
+        times = count >> 1
+        penalty = tl.load(real + seat * REAL + _PRESENCE)
+        penalty += tl.load(real + seat * REAL + _FREQUENCY) * times.to(tl.float32)
+        value = tl.where(times > 0, value - penalty, value)
+    if needs & _BIAS:
+        lane = tl.arange(0, _BIAS_LANES)
+        num_bias = tl.load(whole + seat * WHOLE + _NUM_BIAS)
+        ids = tl.load(bias_ids + seat * _MAX_BIAS + lane, mask=lane < num_bias, other=0x7FFFFFFF)
+        begin = tl.sum((ids < first).to(tl.int32), axis=0)
+        end = tl.sum((ids < first + BLOCK).to(tl.int32), axis=0)
+        for number in range(begin, end):
+            added = tl.load(bias + seat * _MAX_BIAS + number)
+            value = tl.where(index == tl.load(bias_ids + seat * _MAX_BIAS + number), value + added, value)
+    words = (vocab + 31) // 32
+    if needs & _ALLOWED:
+        word = tl.load(allowed + seat * words + (index >> 5), mask=live, other=0)
+        value = tl.where(((word >> (index & 31)) & 1) != 0, value, float("-inf"))
+    if needs & _BANNED:
+        position = tl.load(whole + seat * WHOLE + POSITION)
+        if position < tl.load(whole + seat * WHOLE + _MIN_TOKENS):
+            word = tl.load(banned + seat * words + (index >> 5), mask=live, other=0)
+            value = tl.where(((word >> (index & 31)) & 1) != 0, float("-inf"), value)
+    return value

@@ -1,0 +1,170 @@
+"""The first looks at a sampled row, a block of logits a program: its best after edits, its own distribution, its mass."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from worker.kernels.dependent_launch import wait_for_previous
+from worker.kernels.greedy import ordered_key
+from worker.kernels.sampling_rows import (
+    CUT,
+    EDITS,
+    LEAST_P,
+    LOG2_E,
+    LOGPROBS,
+    MIN_P,
+    NO_KEY,
+    NUM_LOGPROBS,
+    PLACES,
+    RANDOM,
+    REAL,
+    SCALE,
+    SEAT,
+    TOKEN,
+    WHOLE,
+    best_key,
+    edited,
+    key_value,
+    mass_of,
+)
+
+BINS = 1024
+"""Of the histogram that narrows a cut down. Logits in the last bin have no mass."""
+TOP_LANES = 32
+"""Room for a block's likeliest tokens."""
+_TOP_LANES = tl.constexpr(TOP_LANES)
+_BINS = tl.constexpr(BINS)
+_FINE_DEPTH = tl.constexpr(16.0)
+"""Down to here, in factors of two, bins are narrow: that is where cuts through many likely tokens lie."""
+_FINE = tl.constexpr(50.0)
+"""Bins to a factor of two above it."""
+_NUM_FINE = tl.constexpr(800)
+_COARSE = tl.constexpr(9.0)
+"""The same below it."""
+
+
+@triton.jit
+def bin_of(exponent: tl.tensor) -> tl.tensor:
+    """Never falls as the logit falls."""
+    depth = -tl.maximum(exponent, -63.0)
+    place = tl.where(depth < _FINE_DEPTH, depth * _FINE, (depth - _FINE_DEPTH) * _COARSE + _NUM_FINE)
+    return tl.minimum(place.to(tl.int32), _BINS - 1)
+
+
+@triton.jit
+def bin_edge(number: tl.tensor) -> tl.tensor:
+    """The exponent at the upper end of a bin."""
+    place = number.to(tl.float32)
+    depth = tl.where(place < _NUM_FINE, place / _FINE, (place - _NUM_FINE) / _COARSE + _FINE_DEPTH)
+    return -depth
+
+
+@triton.jit
+def survey(
+    logits: tl.tensor,
+    places: tl.tensor,
+    whole: tl.tensor,
+    real: tl.tensor,
+    counts: tl.tensor,
+    allowed: tl.tensor,
+    banned: tl.tensor,
+    bias_ids: tl.tensor,
+    bias: tl.tensor,
+    last_tokens: tl.tensor,
+    best: tl.tensor,
+    own_mass: tl.tensor,
+    top: tl.tensor,
+    histogram: tl.tensor,
+    listed: tl.tensor,
+    above: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Of each block: the best key after edits; the mass and the likeliest tokens before them. Empties the histogram."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    if PDL:
+        wait_for_previous()
+    seat = tl.load(places + row * PLACES + SEAT)
+    needs = tl.load(whole + seat * WHOLE).to(tl.int32)
+    if (needs & CUT) != 0:
+        if block == 0:
+            tl.store(histogram + row * _BINS + tl.arange(0, _BINS), tl.zeros((_BINS,), tl.int32))
+            tl.store(listed + row, 0)
+            tl.store(above + row, tl.zeros((), tl.int64))
+    if (needs & (EDITS | LOGPROBS)) == 0:
+        return
+    line = logits + tl.load(places + row * PLACES) * vocab
+    first = block * BLOCK
+    index = first + tl.arange(0, BLOCK)
+    live = index < vocab
+    value = tl.load(line + index, mask=live, other=float("-inf"))
+    if (needs & LOGPROBS) != 0:
+        likeliest = tl.load(line + tl.load(last_tokens + tl.load(places + row * PLACES + TOKEN)))
+        mass = tl.where(live, mass_of((value - likeliest) * LOG2_E), 0)
+        tl.store(own_mass + row * num_blocks + block, tl.sum(mass, axis=0))
+        keys = tl.where(live, ordered_key(value, index), NO_KEY)
+        places_of_top = top + (row * num_blocks + block) * _TOP_LANES
+        for number in range(tl.load(whole + seat * WHOLE + NUM_LOGPROBS).to(tl.int32)):
+            key = tl.max(keys, axis=0)
+            tl.store(places_of_top + number, key)
+            keys = tl.where(keys == key, NO_KEY, keys)
+    if (needs & EDITS) != 0:
+        tables = (whole, real, counts, allowed, banned, bias_ids, bias)
+        value = edited(value, index, live, first, seat, needs, tables, vocab, BLOCK)
+        key = tl.where(live, ordered_key(value, index), NO_KEY)
+        tl.store(best + row * num_blocks + block, tl.max(key, axis=0))
+
+
+@triton.jit
+def weigh(
+    logits: tl.tensor,
+    places: tl.tensor,
+    whole: tl.tensor,
+    real: tl.tensor,
+    counts: tl.tensor,
+    allowed: tl.tensor,
+    banned: tl.tensor,
+    bias_ids: tl.tensor,
+    bias: tl.tensor,
+    last_tokens: tl.tensor,
+    best: tl.tensor,
+    masses: tl.tensor,
+    histogram: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
+    BLOCK: tl.constexpr,
+    PAD: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Of each block of a row that draws: its mass, and for rows with a cut how many logits lie where."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    if PDL:
+        wait_for_previous()
+    seat = tl.load(places + row * PLACES + SEAT)
+    needs = tl.load(whole + seat * WHOLE).to(tl.int32)
+    if (needs & RANDOM) == 0:
+        return
+    line = logits + tl.load(places + row * PLACES) * vocab
+    first = block * BLOCK
+    index = first + tl.arange(0, BLOCK)
+    live = index < vocab
+    value = tl.load(line + index, mask=live, other=float("-inf"))
+    likeliest = tl.load(line + tl.load(last_tokens + tl.load(places + row * PLACES + TOKEN)))
+    if (needs & EDITS) != 0:
+        likeliest = key_value(best_key(best, row, num_blocks, PAD))
+        tables = (whole, real, counts, allowed, banned, bias_ids, bias)
+        value = edited(value, index, live, first, seat, needs, tables, vocab, BLOCK)
+    exponent = (value - likeliest) * tl.load(real + seat * REAL + SCALE)
+    mass = tl.where(live, mass_of(exponent), 0)
+    if (needs & CUT) != 0:
+        found = tl.histogram(bin_of(exponent), _BINS, mask=live)
+        bins = tl.arange(0, _BINS)
+        tl.atomic_add(histogram + row * _BINS + bins, found, mask=found > 0, sem="relaxed")
+    elif (needs & MIN_P) != 0:
+        mass = tl.where(exponent >= tl.load(real + seat * REAL + LEAST_P), mass, 0)
+    tl.store(masses + row * num_blocks + block, tl.sum(mass, axis=0))

@@ -1,0 +1,320 @@
+"""What sampling needs to know of each sequence, on the device: one seat a sequence, written when it sits down.
+
+A step reads its rows' seats and moves them on by itself (next position, one more occurrence of the token), so that the
+next step over the same rows needs nothing from the host. A row only names its seat: when rows change, tables stay.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.mass import FRACTION_ONE
+from worker.sampling import MAX_LOGIT_BIAS, SamplingParams
+from worker.sequence import Sequence, SequenceState
+from worker.staging import Staging
+
+LOG2_E = math.log2(math.e)
+LEAST_REPETITION_PENALTY = 1e-6
+"""Dividing logits by less could overflow, which would look like a model that is broken."""
+MAX_COUNT = (1 << 14) - 1
+"""Occurrences of one token that penalties tell apart."""
+WORD_BITS = 32
+"""Tokens in one word of a mask."""
+
+
+class Need(enum.IntFlag):
+    """What a row's choice takes beyond the likeliest token."""
+
+    RANDOM = 1
+    """A draw."""
+    CUT = 2
+    """A threshold that top-k or top-p set."""
+    MIN_P = 4
+    PENALTY = 8
+    BIAS = 16
+    ALLOWED = 32
+    """Only some tokens may be chosen."""
+    BANNED = 64
+    """Some tokens may not be chosen before a number of tokens."""
+    LOGPROBS = 128
+    EDITS = PENALTY | BIAS | ALLOWED | BANNED
+    """Anything that changes logits."""
+
+
+ALL_NEEDS = Need((1 << 8) - 1)
+
+
+class Whole(enum.IntEnum):
+    """Columns of a seat's int64 numbers."""
+
+    NEEDS = 0
+    TOP_K = 1
+    TOP_P = 2
+    """In units of 2**-24."""
+    SEED = 3
+    CHOICE = 4
+    POSITION = 5
+    """Tokens generated so far: the counter of the next random number. A step moves it on."""
+    MIN_TOKENS = 6
+    NUM_BIAS = 7
+    NUM_LOGPROBS = 8
+
+
+class Real(enum.IntEnum):
+    """Columns of a seat's float32 numbers."""
+
+    SCALE = 0
+    """From logits to powers of two: log2(e) / temperature."""
+    MIN_P = 1
+    """log2 of it."""
+    REPETITION = 2
+    PRESENCE = 3
+    FREQUENCY = 4
+
+
+class Place(enum.IntEnum):
+    """Columns of a row's int64 numbers."""
+
+    LOGITS = 0
+    """The row of the logits it chooses from."""
+    TOKEN = 1
+    """Where its greedy token lies in `last_tokens`, and its token goes."""
+    SEAT = 2
+
+
+NUM_WHOLE, NUM_REAL, NUM_PLACES = 16, 8, 3
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingViews:
+    """What one sampling step reads and writes, by fixed addresses. Seats are the first dimension of all but `places`."""
+
+    places: torch.Tensor
+    """[rows, NUM_PLACES] int64; padding rows sit in the last seat, which needs nothing."""
+    whole: torch.Tensor
+    """[seats, NUM_WHOLE] int64."""
+    real: torch.Tensor
+    """[seats, NUM_REAL] float32."""
+    counts: torch.Tensor
+    """[seats, vocab] int16: twice the occurrences in the answer, plus one for tokens of the prompt. Only penalised
+    seats are ever written or read."""
+    allowed: torch.Tensor
+    """[seats, words] int32, one bit a token."""
+    banned: torch.Tensor
+    """[seats, words] int32, one bit a token."""
+    bias_ids: torch.Tensor
+    """[seats, MAX_LOGIT_BIAS] int32, ascending."""
+    bias: torch.Tensor
+    """[seats, MAX_LOGIT_BIAS] float32."""
+    last_tokens: torch.Tensor
+    """[places] int64."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model knows."""
+        return self.counts.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """A sequence that a step samples for, the row of its logits, and the place of its token."""
+
+    sequence: Sequence
+    logits: int
+    token: int
+
+
+def needs_of(sequence: Sequence) -> Need:
+    """What the next token of `sequence` takes, with those under way counted as generated."""
+    params, needs = sequence.request.sampling, Need(0)
+    if not params.is_greedy:
+        needs |= Need.RANDOM
+        needs |= Need.CUT if params.top_k > 0 or params.top_p < 1 else Need(0)
+        needs |= Need.MIN_P if params.min_p > 0 else Need(0)
+    needs |= Need.PENALTY if params.has_penalties else Need(0)
+    needs |= Need.BIAS if params.logit_bias else Need(0)
+    needs |= Need.ALLOWED if params.allowed_token_ids else Need(0)
+    needs |= Need.BANNED if position_of(sequence) < params.min_tokens else Need(0)
+    return needs | (Need.LOGPROBS if params.logprobs is not None else Need(0))
+
+
+def position_of(sequence: Sequence) -> int:
+    """Which of its generated tokens the next step chooses."""
+    return sequence.length - sequence.num_prompt
+
+
+class SamplingTable:
+    """Seats for the sequences of steps under way. What a seat holds is written once, on the stream of the steps."""
+
+    def __init__(
+        self, *, max_rows: int, vocab_size: int, eos_token_ids: Collection[int], last_tokens: torch.Tensor
+    ) -> None:
+        device, words = last_tokens.device, -(-vocab_size // WORD_BITS)
+        self.max_rows = max_rows
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.last_tokens = last_tokens
+        self.num_uploads = 0
+        spec = {
+            "places": ((max_rows, NUM_PLACES), torch.int64),
+            "whole": ((max_rows + 1, NUM_WHOLE), torch.int64),
+            "real": ((max_rows + 1, NUM_REAL), torch.float32),
+        }
+        self.staging = Staging(spec, device)
+        self.counts = torch.zeros(max_rows + 1, vocab_size, dtype=torch.int16, device=device)
+        self.allowed = torch.zeros(max_rows + 1, words, dtype=torch.int32, device=device)
+        self.banned = torch.zeros_like(self.allowed)
+        self.bias_ids = torch.zeros(max_rows + 1, MAX_LOGIT_BIAS, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(max_rows + 1, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
+        self._seats: dict[Sequence, int] = {}
+        self._positions: npt.NDArray[np.int64] = np.zeros(max_rows + 1, dtype=np.int64)
+        """Of each seat once the steps launched so far have run."""
+        self._last: tuple[SampledRow, ...] = ()
+        self._bucket = 0
+        self.make_inert()
+
+    def views(self, rows: int) -> SamplingViews:
+        """For the first `rows` rows."""
+        device = self.staging.device
+        return SamplingViews(
+            places=device["places"][:rows],
+            whole=device["whole"],
+            real=device["real"],
+            counts=self.counts,
+            allowed=self.allowed,
+            banned=self.banned,
+            bias_ids=self.bias_ids,
+            bias=self.bias,
+            last_tokens=self.last_tokens,
+        )
+
+    def make_inert(self) -> None:
+        """Make every row a padding row: a step over them changes nothing. Seats stay as they are."""
+        self._write_places((), self.max_rows)
+        self.staging.upload()
+        self._last, self._bucket = (), 0
+
+    def forget(self) -> None:
+        """Nothing in the tables counts any more: every sequence sits down again, with what the host knows of it."""
+        self._seats, self._last, self._bucket = {}, (), 0
+
+    def fill(self, rows: tuple[SampledRow, ...], bucket: int) -> Need:
+        """Seat `rows`, pad up to `bucket` rows, and upload what the device does not have; returns what they need at most.
+
+        A sequence with a token in flight must be in the seat it had.
+        """
+        needs = [needs_of(row.sequence) for row in rows]
+        moved = [self._sit(row.sequence, rows) for row in rows]
+        is_as_left = bucket == self._bucket and rows == self._last and not any(moved)
+        if not is_as_left:
+            self._write_places(rows, bucket)
+            self.staging.upload()
+            self.num_uploads += 1
+        self._last, self._bucket = rows, bucket
+        for row in rows:
+            self._positions[self._seats[row.sequence]] += 1
+        return Need(int(np.bitwise_or.reduce([int(need) for need in needs])))
+
+    def _write_places(self, rows: tuple[SampledRow, ...], bucket: int) -> None:
+        host = self.staging.writable()
+        # The device has moved them on; the same numbers must go up again.
+        host["whole"][:, Whole.POSITION] = self._positions
+        host["places"][:bucket] = (0, 0, self.max_rows)
+        for number, row in enumerate(rows):
+            host["places"][number] = (row.logits, row.token, self._seats[row.sequence])
+
+    def _sit(self, sequence: Sequence, rows: tuple[SampledRow, ...]) -> bool:
+        """Whether the sequence's seat had to be written."""
+        seat = self._seats.get(sequence)
+        if seat is not None and self._positions[seat] == position_of(sequence):
+            return False
+        assert not sequence.num_in_flight, "only the device knows the last token, and its seat is gone"
+        if seat is None:
+            seat = self._seats[sequence] = self._free_seat({row.sequence for row in rows})
+        self._write_seat(seat, sequence)
+        return True
+
+    def _free_seat(self, present: Collection[Sequence]) -> int:
+        if len(self._seats) < self.max_rows:
+            return next(seat for seat in range(self.max_rows) if seat not in self._seats.values())
+        gone = next(
+            sequence
+            for sequence in self._seats
+            if sequence.state is not SequenceState.RUNNING and sequence not in present
+        )
+        return self._seats.pop(gone)
+
+    def _write_seat(self, seat: int, sequence: Sequence) -> None:
+        params, host = sequence.request.sampling, self.staging.writable()
+        self._positions[seat] = position_of(sequence)
+        host["whole"][seat, : Whole.NUM_LOGPROBS + 1] = _whole_numbers(sequence)
+        host["real"][seat, : Real.FREQUENCY + 1] = _real_numbers(params)
+        if params.has_penalties:
+            self._write_counts(seat, sequence)
+        if params.logit_bias:
+            pairs = sorted(params.logit_bias.items())
+            self._send(self.bias_ids[seat, : len(pairs)], np.array([i for i, _ in pairs], dtype=np.int32))
+            self._send(self.bias[seat, : len(pairs)], np.array([value for _, value in pairs], dtype=np.float32))
+        if params.allowed_token_ids:
+            self._send(self.allowed[seat], self._mask(params.allowed_token_ids))
+        if params.min_tokens:
+            eos = () if params.ignore_eos else self.eos_token_ids
+            self._send(self.banned[seat], self._mask((*params.stop_token_ids, *eos)))
+
+    def _write_counts(self, seat: int, sequence: Sequence) -> None:
+        prompt, generated = sequence.token_ids[: sequence.num_prompt], sequence.generated
+        ids, numbers = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
+        values = dict(zip(ids.tolist(), (2 * np.minimum(numbers, MAX_COUNT)).tolist(), strict=True))
+        for token_id in prompt:
+            values[token_id] = values.get(token_id, 0) | 1
+        self.counts[seat].zero_()
+        index = self._send(None, np.array(list(values), dtype=np.int64))
+        self.counts[seat].scatter_(0, index, self._send(None, np.array(list(values.values()), dtype=np.int16)))
+
+    def _mask(self, token_ids: Collection[int]) -> npt.NDArray[np.int32]:
+        bits = np.zeros(self.allowed.shape[1] * WORD_BITS, dtype=np.uint8)
+        bits[list(token_ids)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def _send(self, target: torch.Tensor | None, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        """Queue a copy of `values` to the device: into `target`, or into a tensor of its own."""
+        host = torch.from_numpy(values)
+        if self.last_tokens.is_cuda:
+            host = host.pin_memory()
+        if target is None:
+            return host.to(self.last_tokens.device, non_blocking=True)
+        return target.copy_(host, non_blocking=True)
+
+
+def _whole_numbers(sequence: Sequence) -> list[int]:
+    params = sequence.request.sampling
+    is_random = not params.is_greedy
+    return [
+        int(needs_of(sequence)),
+        max(params.top_k, 0) if is_random else 0,
+        max(round(params.top_p * FRACTION_ONE), 1) if is_random else FRACTION_ONE,
+        params.seed,
+        sequence.index,
+        position_of(sequence),
+        params.min_tokens,
+        len(params.logit_bias),
+        -1 if params.logprobs is None else params.logprobs,
+    ]
+
+
+def _real_numbers(params: SamplingParams) -> list[float]:
+    is_random = not params.is_greedy
+    return [
+        LOG2_E / params.temperature if is_random else LOG2_E,
+        math.log2(params.min_p) if is_random and params.min_p > 0 else -math.inf,
+        max(params.repetition_penalty, LEAST_REPETITION_PENALTY),
+        params.presence_penalty,
+        params.frequency_penalty,
+    ]
