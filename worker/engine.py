@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from worker.batch import Batch
 from worker.chooser import StepOutput
-from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, RequestAborted, WorkerError
+from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, QueueFull, RequestAborted, WorkerError
 from worker.kv_cache import KVCache
 from worker.live_request import Choice, Decode, LiveRequest
 from worker.load import EngineInfo, GraphSnapshot, LoadSnapshot
@@ -94,7 +94,8 @@ class Engine:
     def add(self, request: GenerateRequest) -> list[EngineEvent]:
         """Queue a request. Raises InvalidRequest or QueueFull, and then nothing is kept of it.
 
-        Returns the ends of choices that what was delivered of them completes.
+        Returns the ends of choices that what was delivered of them completes, and of less critical requests that made
+        room for it.
         """
         check_request(request, self.info)
         return self.take(request)
@@ -106,13 +107,20 @@ class Engine:
         now_s = self._clock()
         live = LiveRequest(request, self.info.max_model_len, now_s, self._decode, self.info.eos_token_ids)
         ends = live.restore(now_s)
+        shed = self._shed_for(request, len(live.unfinished))
         self.scheduler.add([choice.sequence for choice in live.unfinished], is_first=request.is_trial)
         if not live.is_finished:
             self._live[request.request_id] = live
             self._choices |= {choice.sequence: choice for choice in live.unfinished}
             if request.deadline_s is not None:
                 self._earliest_deadline_s = min(self._earliest_deadline_s, request.deadline_s)
-        return list(ends)
+        return [*shed, *ends]
+
+    def _shed_for(self, request: GenerateRequest, num_sequences: int) -> list[EngineEvent]:
+        """End less critical requests, if that makes room for this one."""
+        full = QueueFull(len(self.scheduler.waiting), self.scheduler.max_waiting)
+        shed = self.scheduler.to_shed(request.criticality, num_sequences)
+        return [event for one in shed for event in self._fail(one.request_id, full)]
 
     def cancel(self, request_id: str) -> list[EngineEvent]:
         """End a request now; its rows and blocks are free at once. Unknown ids change nothing."""

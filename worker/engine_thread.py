@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 LOAD_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.25
 JOIN_S = 30.0
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 10.0
+"""Bounds of when to come back to a full queue."""
 NOTICE_S = 0.1
 """Longest wait for a host to pass on that a trial begins or has ended."""
 
@@ -63,10 +65,10 @@ class EngineThread:
         if self._is_draining:
             raise Draining("the worker is draining")
         check_request(request, self._engine.info)
-        scheduler = self._engine.scheduler
-        waiting = len(scheduler.waiting) + self._commands.qsize()
-        if waiting + request.sampling.n > scheduler.max_waiting:
-            raise QueueFull(waiting, scheduler.max_waiting)
+        scheduler, num_commands = self._engine.scheduler, self._commands.qsize()
+        if not scheduler.may_queue(request.criticality, request.sampling.n, num_commands):
+            retry_after_s = min(max(self._load.predicted_ttft_s, MIN_RETRY_S), MAX_RETRY_S)
+            raise QueueFull(len(scheduler.waiting) + num_commands, scheduler.max_waiting, retry_after_s)
         self._commands.put(lambda: self._add(request))
 
     def cancel(self, request_id: str) -> None:

@@ -17,6 +17,15 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
 
 
+class Criticality(enum.IntEnum):
+    """What is given up first when there is too much work: the lowest."""
+
+    SHEDDABLE = 1
+    SHEDDABLE_PLUS = 2
+    CRITICAL = 3
+    CRITICAL_PLUS = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A prompt to continue. Token ids are checked against the vocabulary when the request is submitted."""
@@ -35,8 +44,12 @@ class GenerateRequest:
     """By choice, tokens that were generated elsewhere before: each choice goes on after them as if they were its own."""
     finished: frozenset[int] = frozenset()
     """Choices that have ended elsewhere: nothing is generated for them. At least one is left."""
+    criticality: Criticality = Criticality.CRITICAL
+    """Those of a higher class start first, and take the place of lower ones when the queue is full."""
     is_trial: bool = False
     """Suspected of ending its worker: its first prefill and decode steps run with nothing else in them."""
+    trial_tokens: int = 2
+    """New tokens of each choice until it has stood its trial: one of the prefill, the others of decode steps."""
 
     def delivered_of(self, index: int) -> tuple[int, ...]:
         """What there is of a choice already."""

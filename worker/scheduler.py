@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 from worker.batch import Batch, Phase, Segment
@@ -11,13 +10,14 @@ from worker.errors import QueueFull
 from worker.load import TierLoad
 from worker.policy import choose_phase, cut_chunk, may_admit, prefill_budget
 from worker.prefix_cache import PrefixCache
-from worker.request import GenerateRequest
+from worker.request import Criticality, GenerateRequest
 from worker.sequence import Sequence, SequenceState
 from worker.tiers import BucketTable, TierTable
+from worker.waiting_queue import WaitingQueue
 
 
 class Scheduler:
-    """First come, first served, limited by rows and blocks; under pressure the youngest is preempted by recompute.
+    """Of a class first come, first served, limited by rows and blocks; under pressure the youngest is preempted.
 
     It can not deadlock: the pool holds at least one sequence of the longest tier, preemption always spares the oldest
     one running, and what is waited for in the prefix cache is being computed by a sequence that runs.
@@ -48,7 +48,7 @@ class Scheduler:
         self.max_prefill_segments = max_prefill_segments
         self.prefill_chunk_when_busy = prefill_chunk_when_busy or prefill_buckets.largest
         self.prefix_cache = prefix_cache
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.trial: GenerateRequest | None = None
@@ -75,14 +75,27 @@ class Scheduler:
         if len(self.waiting) + len(sequences) > self.max_waiting:
             raise QueueFull(len(self.waiting), self.max_waiting)
         if is_first:
-            self.waiting.extendleft(reversed(sequences))
+            self.waiting.add_first(sequences)
         else:
-            self.waiting.extend(sequences)
+            self.waiting.add(sequences)
+
+    def may_queue(self, criticality: Criticality, num_sequences: int, num_ahead: int = 0) -> bool:
+        """Whether there is room for them, or less critical ones to give up; on any thread."""
+        num_over = len(self.waiting) + num_ahead + num_sequences - self.max_waiting
+        return num_over <= 0 or self.waiting.num_below(criticality) >= num_over
+
+    def to_shed(self, criticality: Criticality, num_sequences: int) -> list[GenerateRequest]:
+        """Less critical requests that must end so that these find room; none if there is room or too few of them."""
+        num_over = len(self.waiting) + num_sequences - self.max_waiting
+        return self.waiting.less_critical(criticality, num_over) if num_over > 0 else []
 
     @property
     def is_trial_over(self) -> bool:
-        """Whether every sequence that is tried now has come through a prefill and a decode step, or has left."""
-        return all(not sequence.is_on_trial or sequence.num_chosen_here >= 2 for sequence in self._in_steps)
+        """Whether every sequence that is tried now has got the tokens of its trial, or has left."""
+        return all(
+            not sequence.is_on_trial or sequence.num_chosen_here >= sequence.request.trial_tokens
+            for sequence in self._in_steps
+        )
 
     def end_trial(self) -> None:
         """Let the request that is tried now run with all others."""
@@ -157,7 +170,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Move waiting sequences to running while there is a row, and blocks for all their tokens and one more."""
         while self.waiting and len(self.running) < self.buckets.largest:
-            sequence = self.waiting[0]
+            sequence = self.waiting.head
             if self.trial is not None and sequence.request is not self.trial:
                 return
             if sequence.num_in_flight:
@@ -171,7 +184,7 @@ class Scheduler:
                 num_free=self.pool.num_free, num_new=num_new, num_revived=num_revived, num_running=len(self.running)
             ):
                 return
-            self.waiting.popleft()
+            self.waiting.pop()
             self._start(sequence, known, num_new)
 
     def _start(self, sequence: Sequence, known: list[int], num_new: int) -> None:
@@ -254,7 +267,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         sequence.state = SequenceState.WAITING
-        self.waiting.appendleft(sequence)
+        self.waiting.add_first([sequence])
         self.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
