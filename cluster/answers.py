@@ -94,6 +94,7 @@ def model_to_proto(info: EngineInfo) -> control_pb2.ModelInfo:
         device=info.device,
         has_tokenizer=info.has_tokenizer,
         has_chat_template=info.has_chat_template,
+        is_deterministic=info.is_deterministic,
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from worker.block_pool import BlockPool
 from worker.config import WorkerConfig
+from worker.deterministic.mode import deterministic_kernels, deterministic_model
 from worker.engine import Engine, EngineParts, Hold, hold_nothing
 from worker.engine_thread import EngineThread
 from worker.faults import Faults
@@ -27,7 +28,7 @@ from worker.runner import EagerRunner, Runner
 from worker.scheduler import Scheduler
 from worker.service import EventSink
 from worker.shapes import Shapes, choose_device, choose_dtype, choose_shapes
-from worker.step_kernels import choose_kernels
+from worker.step_kernels import StepKernels, choose_kernels
 from worker.text.processor import TextProcessor
 
 
@@ -88,6 +89,8 @@ def create_engine(
     hold_s: Hold = hold_nothing,
 ) -> Engine:
     """Put an engine together around a loaded model; nothing runs yet."""
+    if config.deterministic:
+        served = deterministic_model(served, config)
     weight = next(served.model.module.parameters())
     shapes = choose_shapes(config, served.model.shape, weight.device, weight.dtype)
     kv_cache = create_kv_cache(config, served, shapes)
@@ -105,7 +108,7 @@ def create_engine(
     )
     return Engine(
         EngineParts(
-            info=describe(files, served, shapes, text),
+            info=replace(describe(files, served, shapes, text), is_deterministic=config.deterministic),
             scheduler=scheduler,
             runner=runner,
             kv_cache=kv_cache,
@@ -141,9 +144,7 @@ def create_runner(
         max_batch=shapes.buckets.largest,
         prefill_chunk=shapes.prefill_buckets.largest,
         eos_token_ids=served.eos_token_ids,
-        kernels=choose_kernels(
-            config.kernels, kv_cache, num_heads=served.model.shape.num_heads, max_rows=shapes.buckets.largest
-        ),
+        kernels=create_kernels(config, served, shapes, kv_cache),
     )
     if not shapes.has_graphs:
         return eager
@@ -152,6 +153,16 @@ def create_runner(
     )
     backend = backend_for(shapes.device)
     return GraphRunner(eager, pool, shapes.buckets, shapes.prefill_buckets, backend, options=options)
+
+
+def create_kernels(config: WorkerConfig, served: ServedModel, shapes: Shapes, kv_cache: KVCache) -> StepKernels:
+    """What computes a step around the model's layers."""
+    if config.deterministic:
+        max_rows = max(shapes.buckets.largest, shapes.prefill_buckets.largest)
+        return deterministic_kernels(served.model.shape, kv_cache, max_rows=max_rows)
+    return choose_kernels(
+        config.kernels, kv_cache, num_heads=served.model.shape.num_heads, max_rows=shapes.buckets.largest
+    )
 
 
 def describe(files: ModelFiles, served: ServedModel, shapes: Shapes, text: TextProcessor | None) -> EngineInfo:

@@ -82,6 +82,9 @@ class WorkerConfig:
     takes Triton on CUDA where it is installed."""
     model_impl: ModelImpl = "auto"
     """"native" is the built-in decoder, "transformers" the generic path; "auto" prefers native."""
+    deterministic: bool = False
+    """Bit-equal logits for equal sequences, whatever is computed beside them and on whichever worker of the same kind. Native
+    decoder only; on the CPU in float32, on CUDA with Triton."""
     cpu_threads: int | None = None
     """Threads of one CPU operation; None = torch's choice."""
     seed: int = 0
@@ -102,6 +105,8 @@ class WorkerConfig:
             raise ValueError(f"cpu_threads is {self.cpu_threads}, must be at most {MAX_CPU_THREADS}")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, must be in (0, 1]")
+        if self.deterministic and self.model_impl == "transformers":
+            raise ValueError("deterministic is true, and model_impl is 'transformers': only the native decoder can be")
         self._check_shapes()
         self._check_chunks()
 

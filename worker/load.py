@@ -113,3 +113,5 @@ class EngineInfo:
     device: str
     has_tokenizer: bool
     has_chat_template: bool
+    is_deterministic: bool = False
+    """Equal sequences get bit-equal logits, whatever runs beside them."""

@@ -150,6 +150,14 @@ Set = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="Bit-equal logits for equal sequences, whatever runs beside them. Slower; native models only.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(min=1, help="CPU threads of one worker. Default: the cores, shared fairly.", rich_help_panel=ENGINE),

@@ -36,6 +36,7 @@ def serve(
     gpu_memory_fraction: options.GpuMemoryFraction = 0.85,
     max_waiting: options.MaxWaiting = 1024,
     graphs: options.GraphsOption = Graphs.AUTO,
+    deterministic: options.Deterministic = False,
     threads: options.Threads = None,
     settings: options.Set = None,
     host: options.Host = "127.0.0.1",
@@ -83,6 +84,7 @@ def serve(
         gpu_memory_fraction=gpu_memory_fraction,
         max_waiting=max_waiting,
         graphs=graphs,
+        deterministic=deterministic,
         threads=threads,
         settings=settings or (),
     )

@@ -31,6 +31,7 @@ def worker_config(
     max_waiting: int,
     graphs: Graphs,
     threads: int | None,
+    deterministic: bool = False,
     settings: Sequence[str] = (),
 ) -> WorkerConfig:
     """Build it; a combination that cannot be is a usage error."""
@@ -52,6 +53,7 @@ def worker_config(
             gpu_memory_fraction=gpu_memory_fraction,
             max_waiting=max_waiting,
             graphs=graphs.value,
+            deterministic=deterministic,
             cpu_threads=threads,
         )
         return replace(config, **parse_settings(settings))

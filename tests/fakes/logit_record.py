@@ -1,0 +1,69 @@
+"""Remembers the logits of every token that engines compute, and objects to two that differ in a bit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from worker.batch import Batch, Segment
+from worker.engine import Engine
+from worker.pending import PendingStep
+from worker.request import ChoiceDelta, GenerateRequest
+
+Answers = dict[tuple[str, int], list[int]]
+
+
+class LogitRecord:
+    """Logits by the tokens they follow, over any number of engines with the same model."""
+
+    def __init__(self) -> None:
+        self.bits: dict[tuple[int, ...], bytes] = {}
+        self.num_compared = 0
+        self.runners: set[str] = set()
+        self.phases: set[str] = set()
+        self._seen: list[tuple[Segment, torch.Tensor]] = []
+
+    def watch(self, engine: Engine) -> None:
+        """Look at every step of `engine` from now on."""
+        eager: Any = getattr(engine.runner, "eager", engine.runner)
+        choose = eager.choose
+
+        def watching(batch: Batch, logits: torch.Tensor, *rest: Any) -> PendingStep:
+            rows = logits.detach().cpu().clone()
+            self._seen += list(zip(batch.sampling, rows, strict=False))
+            self.phases.add(batch.phase)
+            self.runners |= {value for value in rest if isinstance(value, str)}
+            chosen: PendingStep = choose(batch, logits, *rest)
+            return chosen
+
+        eager.choose = watching
+
+    def run(self, engine: Engine, requests: list[GenerateRequest], *, limit: int = 5000) -> Answers:
+        """The answers of `engine`, which takes all requests at once, after comparing what it computed."""
+        self.watch(engine)
+        for request in requests:
+            engine.add(request)
+        answers: Answers = defaultdict(list)
+        for _ in range(limit):
+            if not engine.has_work:
+                break
+            for event in engine.step():
+                assert isinstance(event, ChoiceDelta), event
+                answers[event.request_id, event.index] += event.token_ids
+        assert not engine.has_work
+        self.compare()
+        return dict(answers)
+
+    def compare(self) -> None:
+        """Every sequence seen so far is known to its end: compare its logits with those of equal beginnings."""
+        for segment, row in self._seen:
+            tokens = tuple(segment.sequence.token_ids[: segment.end])
+            if len(tokens) < segment.end:
+                continue  # computed for a sequence that had ended
+            bits = row.numpy().tobytes()
+            before = self.bits.setdefault(tokens, bits)
+            self.num_compared += before is not bits
+            assert before == bits, f"other bits after {len(tokens)} tokens"
+        self._seen.clear()
