@@ -15,6 +15,7 @@ from cluster.client import AsyncGraphpoolClient
 from cluster.config import ClientConfig
 from protos import control_pb2, fault_pb2, fault_pb2_grpc
 from tests.chaos.oracle import Question, Record, watch
+from tests.chaos.tcp_proxy import TcpProxy
 from tests.fakes.replica_process import ReplicaProcess, spawn_replica
 from tests.fakes.router_process import RouterProcess, spawn_router
 
@@ -31,16 +32,13 @@ class ChaosPool:
     client: AsyncGraphpoolClient
     knobs: Mapping[str, object]
     replicas: dict[str, ReplicaProcess] = field(default_factory=dict)
+    proxies: dict[str, TcpProxy] = field(default_factory=dict)
+    """Between the router and each replica, if the pool has them; replicas do not announce themselves then."""
 
     async def spawn(self, name: str, **knobs: object) -> ReplicaProcess:
         """Start a replica, or its successor; it is not waited for."""
-        config = {
-            "routers": [router.address for router in self.routers],
-            "name": name,
-            "enable_fault_injection": True,
-            "announce_period_s": 0.2,
-        }
-        replica = self.replicas[name] = await spawn_replica(config, {**self.knobs, **knobs})
+        routers = [router.address for router in self.routers]
+        replica = self.replicas[name] = await spawn_replica(_replica(name, routers), {**self.knobs, **knobs})
         return replica
 
     async def loads(self) -> dict[str, control_pb2.ReplicaLoad]:
@@ -87,6 +85,15 @@ class ChaosPool:
             while not ((load := (await self.loads()).get(name)) and load.router_streams):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
+    async def close(self) -> None:
+        """Kill everything."""
+        await self.client.close()
+        for process in (*self.replicas.values(), *self.routers):
+            with contextlib.suppress(ProcessLookupError):
+                await process.kill()
+        for proxy in self.proxies.values():
+            await proxy.stop()
+
 
 @contextlib.asynccontextmanager
 async def chaos_pool(
@@ -107,7 +114,29 @@ async def chaos_pool(
         await pool.wait_ready(num_replicas)
         yield pool
     finally:
-        await pool.client.close()
-        for process in (*pool.replicas.values(), *routers):
-            with contextlib.suppress(ProcessLookupError):
-                await process.kill()
+        await pool.close()
+
+
+@contextlib.asynccontextmanager
+async def proxied_pool(
+    num_replicas: int, *, router: Mapping[str, object] | None = None, **knobs: object
+) -> AsyncIterator[ChaosPool]:
+    """The same with a proxy between the router and each replica."""
+    names = [f"r{number}" for number in range(num_replicas)]
+    spawned = await asyncio.gather(*(spawn_replica(_replica(name, []), knobs) for name in names))
+    proxies = {name: TcpProxy(replica.address) for name, replica in zip(names, spawned, strict=True)}
+    for proxy in proxies.values():
+        await proxy.start()
+    addresses = [proxy.address for proxy in proxies.values()]
+    process = await spawn_router({**QUICK, **(router or {}), "replicas": addresses})
+    client = AsyncGraphpoolClient(process.address, ONE_TRY)
+    pool = ChaosPool([process], client, knobs, dict(zip(names, spawned, strict=True)), proxies)
+    try:
+        await pool.wait_ready(num_replicas)
+        yield pool
+    finally:
+        await pool.close()
+
+
+def _replica(name: str, routers: list[str]) -> dict[str, object]:
+    return {"routers": routers, "name": name, "enable_fault_injection": True, "announce_period_s": 0.2}
