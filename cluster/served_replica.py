@@ -39,10 +39,11 @@ def placed(config: ReplicaConfig) -> ReplicaConfig:
     import ray
     from ray import serve
 
-    rank = serve.get_replica_context().rank
+    context = serve.get_replica_context()
+    rank = context.rank
     return replace(
         config,
-        name=config.name or f"replica-{rank.rank}",
+        name=config.name or place_name(context.app_name, rank.rank),
         advertise=ray.util.get_node_ip_address() if config.advertise == NODE_ADDRESS else config.advertise,
         routers=tuple(router_address(router, ray.get_runtime_context().gcs_address) for router in config.routers),
         metrics_listen=metrics_address(config.metrics_listen, rank.local_rank),
@@ -61,3 +62,8 @@ def router_address(router: str, gcs_address: str) -> str:
     """Where the router is, once the address of the head's GCS is known."""
     host, port = split_address("routers", router)
     return join_address(split_address("gcs_address", gcs_address)[0], port) if host == HEAD_ADDRESS else router
+
+
+def place_name(app_name: str, rank: int) -> str:
+    """Of the rank-th replica of an application. Routers keep one replica of a name, whatever application it is of."""
+    return f"replica-{rank}" if app_name == "graphpool" else f"{app_name}-{rank}"

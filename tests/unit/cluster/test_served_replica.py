@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.served_replica import router_address
+from cluster.served_replica import place_name, router_address
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,8 @@ def test_a_router_on_the_head_needs_no_address_in_the_config(router: str, found:
 
 def test_an_ipv6_head_keeps_its_brackets() -> None:
     assert router_address("head-address:50050", "[fd00::10]:6379") == "[fd00::10]:50050"
+
+
+def test_replicas_of_two_applications_do_not_take_each_others_names() -> None:
+    assert place_name("graphpool", 0) == "replica-0"
+    assert place_name("llama", 0) == "llama-0"
