@@ -103,6 +103,7 @@ def create_engine(
         pool=pool,
         max_waiting=config.max_waiting,
         max_prefill_segments=runner.max_prefill_segments,
+        packs_parts=runner.packs_parts,
         prefill_chunk_when_busy=shapes.prefill_chunk_when_busy,
         prefix_cache=PrefixCache(pool, config.block_size) if config.prefix_cache else None,
     )

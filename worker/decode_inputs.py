@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 
 from worker.batch import Batch, Segment
 from worker.block_pool import PADDING_BLOCK
+from worker.inputs import MAX_PACKED
 from worker.sequence import Sequence
 from worker.staging import HostArrays, Staging
 
@@ -32,7 +34,7 @@ class DecodeViews:
     block_tables: torch.Tensor
     """[rows, width] int32."""
     last_tokens: torch.Tensor
-    """Chosen by the last step, row by row; its final place is for the token of a prefill."""
+    """Chosen by the last step, row by row; the places after all rows are for the tokens of a prefill."""
     rows: torch.Tensor
     """0, 1, 2, ..."""
 
@@ -51,7 +53,7 @@ class DecodeInputs:
         row = ((max_batch,), torch.int64)
         tables = ((max_batch, max_blocks), torch.int32)
         self.staging = Staging(dict.fromkeys(ROW_PADDING, row) | {"block_tables": tables}, device)
-        self.last_tokens = torch.zeros(max_batch + 1, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_batch + MAX_PACKED, dtype=torch.int64, device=device)
         self.rows = torch.arange(max_batch, device=device)
         self.num_uploads = 0
         self._rows_of: dict[Sequence, int] = {}
@@ -71,10 +73,12 @@ class DecodeInputs:
         """Nothing on the device counts any more: the next step gets everything from the host."""
         self._rows_of, self._last, self._num_blocks, self._bucket = {}, (), [], 0
 
-    def note_prefill(self, sequence: Sequence) -> None:
-        """A prefill step has put the sequence's first token into the last place of `last_tokens`."""
+    def note_prefill(self, sequences: Items[Sequence], tokens: torch.Tensor) -> None:
+        """A prefill step has chosen the sequences' next tokens: `tokens` [at least as many] int64, on the device."""
+        count = len(sequences)
+        self.last_tokens[self.max_batch : self.max_batch + count].copy_(tokens[:count])
         self.forget()
-        self._rows_of = {sequence: self.max_batch}
+        self._rows_of = {sequence: self.max_batch + place for place, sequence in enumerate(sequences)}
 
     def fill(self, batch: Batch, bucket: int) -> None:
         """Make the rows up to `bucket` those of `batch`; uploads nothing when the device has moved there by itself.

@@ -24,6 +24,7 @@ class FaultyRunner:
         self._kv_cache = kv_cache
         self._faults = faults
         self.max_prefill_segments = runner.max_prefill_segments
+        self.packs_parts = runner.packs_parts
         self.max_ahead = runner.max_ahead
 
     @property

@@ -9,7 +9,7 @@ import torch
 from worker.block_pool import PADDING_BLOCK
 from worker.decode_inputs import FROM_HOST, DecodeInputs, pad_rows
 from worker.graphs.key import GraphKey
-from worker.inputs import PrefillInputs
+from worker.inputs import MAX_PACKED, PrefillInputs, write_packing
 from worker.kv_cache import KVCache
 
 CHECKED_ROWS = 32
@@ -99,6 +99,47 @@ class PrefillDraw:
             return count, 0
         count = min(count, self.key.tier)
         return count, _below((self.key.tier - count) // self.inputs.block_size + 1, generator) * self.inputs.block_size
+
+
+class PackedDraw:
+    """Several prompts, in about three quarters of the bucket."""
+
+    def __init__(
+        self, inputs: PrefillInputs, kv_cache: KVCache, scratch_blocks: Sequence[int], key: GraphKey, vocab_size: int
+    ) -> None:
+        self.inputs = inputs
+        self.kv_cache = kv_cache
+        self.scratch_blocks = scratch_blocks
+        self.key = key
+        self.vocab_size = vocab_size
+
+    def __call__(self, generator: torch.Generator, poison: bool) -> int:
+        """See worker.graphs.region.DrawInputs. The rows of the prompts are valid."""
+        fill_history(self.kv_cache, self.scratch_blocks, generator, poison=poison)
+        host, size, bucket = self.inputs.staging.writable(), self.inputs.block_size, self.key.bucket
+        counts = self._counts(generator)
+        count = sum(counts)
+        host["token_ids"][:bucket] = self.vocab_size - 1 if poison else 0
+        host["positions"][:bucket] = 0
+        host["slots"][:bucket] = 0
+        host["token_ids"][:count] = torch.randint(self.vocab_size, (count,), generator=generator).numpy()
+        host["positions"][:count] = torch.cat([torch.arange(one) for one in counts]).numpy()
+        # Prompts may share blocks here: keys and values go to places in the order of the run.
+        places = torch.arange(count)
+        table = torch.tensor(self.scratch_blocks[: -(-count // size)], dtype=torch.int64)
+        host["slots"][:count] = (table[places // size] * size + places % size).numpy()
+        write_packing(host, counts, bucket)
+        self.inputs.staging.upload()
+        return len(counts)
+
+    def _counts(self, generator: torch.Generator) -> list[int]:
+        """Tokens of each prompt: at least one, together about three quarters of the bucket."""
+        left = max(3 * self.key.bucket // 4, 1)
+        counts: list[int] = []
+        while left and len(counts) < MAX_PACKED:
+            counts.append(min(1 + _below(max(self.key.bucket // 4, 1), generator), left))
+            left -= counts[-1]
+        return counts
 
 
 def fill_history(kv_cache: KVCache, blocks: Sequence[int], generator: torch.Generator, *, poison: bool) -> None:

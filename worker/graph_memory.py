@@ -11,6 +11,7 @@ import torch
 from worker.caching_allocator import CachingPool, round_up
 from worker.causal_lm import ModelShape
 from worker.graphs.key import GraphKey
+from worker.inputs import MAX_PACKED
 
 NUM_WALKED_LAYERS = 2
 """Layers need the same memory one after the other; the second shows what the first leaves behind."""
@@ -55,7 +56,7 @@ class StepMemory:
             with pool.held(INDEX_BYTES * width, key.bucket * width, key.bucket * width):  # places, live, dead
                 step.run(partial(_decode_attention, step, width), sampled=key.bucket)
         elif key.tier == 0:
-            step.run(partial(_fresh_attention, step), sampled=1)
+            step.run(partial(_fresh_attention, step), sampled=MAX_PACKED if key.variant == "packed" else 1)
         else:
             with pool.held(INDEX_BYTES * width, width, key.bucket * width):  # places, dead, mask
                 step.run(partial(_chunk_attention, step, width), sampled=1)

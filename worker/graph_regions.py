@@ -9,7 +9,7 @@ import torch
 from worker.causal_lm import CausalLM, StepAttention
 from worker.decode_inputs import DecodeInputs
 from worker.decode_step import decode_step
-from worker.graph_draws import DecodeDraw, PrefillDraw
+from worker.graph_draws import DecodeDraw, PackedDraw, PrefillDraw
 from worker.graphs.key import GraphKey
 from worker.graphs.region import CaptureRegion, DrawInputs, module_tables
 from worker.inputs import PrefillInputs
@@ -19,6 +19,8 @@ from worker.tiers import TierTable
 
 FRESH = "fresh"
 """Prefill of a prompt from position 0, whole: no look at the pool."""
+PACKED = "packed"
+"""Prefill of several whole prompts side by side."""
 CHUNK = "chunk"
 """Prefill of a later part of a prompt."""
 
@@ -64,19 +66,23 @@ class GraphRegions:
 
     def _prefill(self, key: GraphKey) -> CaptureRegion:
         inputs = self._prefill_views(key)
+        sampled = inputs["lasts" if key.variant == PACKED else "last"]
 
         @torch.inference_mode()
         def run() -> Outputs:
             attend = self._prefill_attention(key, inputs)
-            logits = self.model.compute(inputs["token_ids"], inputs["positions"], attend, inputs["last"])
+            logits = self.model.compute(inputs["token_ids"], inputs["positions"], attend, sampled)
             return self.kernels.greedy(logits)
 
-        draw = PrefillDraw(self.prefill_inputs, self.kv_cache, self.scratch_blocks, key, self.model.shape.vocab_size)
+        made = PackedDraw if key.variant == PACKED else PrefillDraw
+        draw = made(self.prefill_inputs, self.kv_cache, self.scratch_blocks, key, self.model.shape.vocab_size)
         return self._region(run, inputs, draw)
 
     def _prefill_attention(self, key: GraphKey, inputs: Mapping[str, torch.Tensor]) -> StepAttention:
         if key.variant == FRESH:
             return self.kernels.fresh(slots=inputs["slots"])
+        if key.variant == PACKED:
+            return self.kernels.packed(slots=inputs["slots"], offsets=inputs["offsets"])
         return self.kernels.chunk(
             slots=inputs["slots"],
             positions=inputs["positions"],
@@ -87,6 +93,8 @@ class GraphRegions:
     def _prefill_views(self, key: GraphKey) -> dict[str, torch.Tensor]:
         device = self.prefill_inputs.staging.device
         tokens = {name: device[name][: key.bucket] for name in ("token_ids", "positions", "slots")}
+        if key.variant == PACKED:
+            return tokens | {name: device[name] for name in ("offsets", "lasts")}
         single = {"last": device["last"]}
         if key.variant == CHUNK:
             width = self.tiers.num_blocks(key.tier)

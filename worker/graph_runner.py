@@ -13,7 +13,7 @@ from worker.block_pool import PADDING_BLOCK, BlockPool
 from worker.chooser import needs_logits
 from worker.graph_draws import CHECKED_ROWS, HISTORY_BLOCKS
 from worker.graph_memory import StepMemory
-from worker.graph_regions import CHUNK, FRESH, GraphRegions
+from worker.graph_regions import CHUNK, FRESH, PACKED, GraphRegions
 from worker.graphs.backend import CaptureBackend
 from worker.graphs.captured import CapturedGraph
 from worker.graphs.dispatcher import Dispatcher, Miss
@@ -22,6 +22,7 @@ from worker.graphs.plan import plan_captures
 from worker.graphs.pool import GraphPool
 from worker.graphs.self_check import SelfCheck
 from worker.graphs.session import CaptureSession, SessionOptions
+from worker.inputs import MAX_PACKED
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness, GraphSnapshot, GraphUse
 from worker.pending import PendingStep
@@ -30,6 +31,9 @@ from worker.step_kernels import TorchKernels
 from worker.tiers import BucketTable, TierTable
 
 log = logging.getLogger(__name__)
+
+MIN_PACKED = 64
+"""Tokens of the smallest bucket for several prompts; fewer are padded to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +51,13 @@ class GraphOptions:
 
 
 class GraphRunner:
-    """See worker.runner.Runner. One prefill step serves one sequence, so that its shapes are one number.
+    """See worker.runner.Runner. One prefill step serves a part of one prompt, or several whole ones.
 
     Owns some blocks of the KV pool, in which self-checks keep their history.
     """
 
-    max_prefill_segments = 1
+    max_prefill_segments = MAX_PACKED
+    packs_parts = False
     max_ahead = 1
 
     def __init__(
@@ -164,6 +169,8 @@ class GraphRunner:
     def _find(self, batch: Batch) -> GraphKey | Miss:
         if batch.phase == "decode":
             return self.dispatcher.dispatch("decode", batch.tier, len(batch.segments))
+        if len(batch.segments) > 1:
+            return self.dispatcher.dispatch("prefill", 0, batch.num_tokens, PACKED)
         is_fresh = batch.segments[0].start == 0
         tier, variant = (0, FRESH) if is_fresh else (batch.tier, CHUNK)
         return self.dispatcher.dispatch("prefill", tier, batch.num_tokens, variant)
@@ -175,7 +182,7 @@ class GraphRunner:
 
 
 def worker_keys(tiers: TierTable, buckets: BucketTable, prefill_buckets: BucketTable) -> list[GraphKey]:
-    """Every shape worth a graph: decode in each tier and bucket; prompts from the start; later parts of them by tier.
+    """Every shape worth a graph: decode in each tier and bucket; prompts from the start, alone and several; later parts.
 
     A later part follows a cached block or a chunk, so in each tier it is at most a block shorter than the tier. Very
     small prefill buckets are left to larger ones.
@@ -183,13 +190,16 @@ def worker_keys(tiers: TierTable, buckets: BucketTable, prefill_buckets: BucketT
     decode = [GraphKey("decode", tier, bucket) for tier in tiers.lengths for bucket in buckets.sizes]
     sizes = [size for size in prefill_buckets.sizes if size >= min(16, prefill_buckets.largest)]
     fresh = [GraphKey("prefill", 0, size, FRESH) for size in sizes if size <= tiers.longest]
+    packed = [
+        GraphKey("prefill", 0, size, PACKED) for size in sizes if size >= min(MIN_PACKED, prefill_buckets.largest)
+    ]
     later = [
         GraphKey("prefill", tier, size, CHUNK)
         for tier in tiers.lengths
         for size, smaller in zip(sizes, [0, *sizes], strict=False)
         if smaller < tier - tiers.block_size
     ]
-    return decode + fresh + later
+    return decode + fresh + packed + later
 
 
 def num_scratch_blocks(buckets: BucketTable, prefill_buckets: BucketTable, block_size: int) -> int:

@@ -13,7 +13,7 @@ from worker.causal_lm import CausalLM
 from worker.chooser import StepOutput, TokenChooser, needs_logits
 from worker.decode_inputs import DecodeInputs
 from worker.decode_step import decode_step
-from worker.inputs import PrefillInputs
+from worker.inputs import MAX_PACKED, PrefillInputs
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness, GraphSnapshot
 from worker.pending import DoneStep, PendingStep, TokenMailbox
@@ -28,6 +28,8 @@ class Runner(Protocol):
 
     max_prefill_segments: int
     """Sequences that one prefill step may serve."""
+    packs_parts: bool
+    """Whether a prefill step of several sequences may hold parts of prompts; if not, only whole ones from the start."""
     max_ahead: int
     """Launched steps that may be unread while the next one is launched."""
 
@@ -56,6 +58,7 @@ class EagerRunner:
     """Launches every operation by itself, on any device. Decode is padded to the bucket, prefill is not padded."""
 
     max_prefill_segments = 64
+    packs_parts = True
     max_ahead = 0
 
     def __init__(
@@ -120,9 +123,8 @@ class EagerRunner:
             return DoneStep(StepOutput([], [], [], runner))
         if needs_logits(segments):
             return DoneStep(self.chooser.choose(logits, segments, runner))
-        if batch.phase == "prefill" and len(segments) == 1:
-            self.decode_inputs.last_tokens[-1:].copy_(packed[:1, 0])
-            self.decode_inputs.note_prefill(segments[0].sequence)
+        if batch.phase == "prefill" and len(segments) <= MAX_PACKED:
+            self.decode_inputs.note_prefill([segment.sequence for segment in segments], packed[:, 0])
         return self.mailbox.send(packed, len(segments), runner)
 
     def _decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,6 +32,7 @@ class Scheduler:
         pool: BlockPool,
         max_waiting: int,
         max_prefill_segments: int,
+        packs_parts: bool = True,
         prefill_chunk_when_busy: int | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
@@ -46,6 +47,7 @@ class Scheduler:
         self.pool = pool
         self.max_waiting = max_waiting
         self.max_prefill_segments = max_prefill_segments
+        self.packs_parts = packs_parts
         self.prefill_chunk_when_busy = prefill_chunk_when_busy or prefill_buckets.largest
         self.prefix_cache = prefix_cache
         self.waiting = WaitingQueue()
@@ -217,10 +219,13 @@ class Scheduler:
                 block_size=self.tiers.block_size,
                 is_first=not segments,
             )
-            if count == 0:
+            is_whole = sequence.num_computed == 0 and count == sequence.num_uncomputed
+            if count == 0 or (segments and not is_whole and not self.packs_parts):
                 break
             segments.append(Segment(sequence, sequence.num_computed, count, samples=count == sequence.num_uncomputed))
             budget -= count
+            if not is_whole and not self.packs_parts:
+                break
         return segments
 
     def _survey(self) -> tuple[list[Sequence], int]:

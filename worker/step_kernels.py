@@ -9,6 +9,7 @@ import torch
 
 from worker.attention.decode import PagedDecodeAttention
 from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
+from worker.attention.packed_prefill import PackedPrefillAttention
 from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
 from worker.causal_lm import CausalLM, StepAttention
 from worker.config import Kernels
@@ -37,6 +38,9 @@ class StepKernels(Protocol):
 
     def fresh(self, *, slots: torch.Tensor) -> StepAttention:
         """Attention of one prompt from position 0, padded to a bucket."""
+
+    def packed(self, *, slots: torch.Tensor, offsets: torch.Tensor) -> StepAttention:
+        """Attention of several prompts from position 0 after one another, padded to a bucket."""
 
     def chunk(
         self, *, slots: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, context_len: torch.Tensor
@@ -82,6 +86,10 @@ class TorchKernels:
     def fresh(self, *, slots: torch.Tensor) -> StepAttention:
         """See StepKernels."""
         return FreshPrefillAttention(self.kv_cache, slots=slots)
+
+    def packed(self, *, slots: torch.Tensor, offsets: torch.Tensor) -> StepAttention:
+        """See StepKernels."""
+        return PackedPrefillAttention(self.kv_cache, slots=slots, offsets=offsets)
 
     def chunk(
         self, *, slots: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, context_len: torch.Tensor

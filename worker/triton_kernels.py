@@ -8,6 +8,7 @@ import torch
 
 from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
 from worker.attention.fused_prefill import FusedPrefillAttention
+from worker.attention.packed_prefill import PackedPrefillAttention
 from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
 from worker.attention.triton_decode import TritonDecodeAttention
 from worker.causal_lm import CausalLM, StepAttention
@@ -58,6 +59,10 @@ class TritonKernels:
     def fresh(self, *, slots: torch.Tensor) -> StepAttention:
         """See StepKernels."""
         return FusedPrefillAttention(FreshPrefillAttention(self.kv_cache, slots=slots))
+
+    def packed(self, *, slots: torch.Tensor, offsets: torch.Tensor) -> StepAttention:
+        """See StepKernels."""
+        return FusedPrefillAttention(PackedPrefillAttention(self.kv_cache, slots=slots, offsets=offsets))
 
     def chunk(
         self, *, slots: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, context_len: torch.Tensor

@@ -33,6 +33,7 @@ class ScriptRunner:
     """Chooses `next_token(sequence)`; knobs make a step fail or a row come out as NaN."""
 
     max_prefill_segments = 64
+    packs_parts = True
 
     def __init__(self, next_token: NextToken, max_ahead: int = 0) -> None:
         self.next_token = next_token

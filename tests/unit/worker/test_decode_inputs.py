@@ -58,11 +58,13 @@ def test_a_sequence_in_flight_finds_its_token_in_the_row_it_had() -> None:
 def test_the_token_of_a_prefill_in_flight_is_in_the_place_of_its_own() -> None:
     subject = inputs()
     fresh = sequence([1, 2, 3], [1])
-    subject.note_prefill(fresh)
-    fresh.num_in_flight = 1
+    second = sequence([4, 5], [3])
+    subject.note_prefill([fresh, second], torch.tensor([11, 12, 99]))
+    fresh.num_in_flight = second.num_in_flight = 1
     other = sequence([7], [2])
-    subject.fill(batch(other, fresh), 2)
-    assert state(subject, 2)["sources"] == [FROM_HOST, 4]
+    subject.fill(batch(other, second, fresh), 4)
+    assert state(subject, 3)["sources"] == [FROM_HOST, 5, 4]
+    assert subject.last_tokens[4:6].tolist() == [11, 12]
 
 
 def test_nothing_is_uploaded_while_the_same_rows_go_on_in_flight() -> None:

@@ -198,11 +198,22 @@ def test_lengths_around_tier_edges_replay_equal_to_eager(edge: int, offset: int)
     assert not runner.dispatcher.misses
 
 
+def test_prompts_that_wait_together_are_computed_in_one_graph() -> None:
+    engine, runner = SHARED
+    batch = [request(str(i), 3 + i, max_tokens=3) for i in range(3)]
+    before = dict(runner.dispatcher.replays)
+    assert answers(engine, batch) == answers(tiny_engine(MODEL, max_batch=4), batch)
+    used = {key: count - before.get(key, 0) for key, count in runner.dispatcher.replays.items()}
+    assert [count for key, count in used.items() if key.phase == "prefill" and count] == [1]
+    assert sum(count for key, count in used.items() if key.variant == "packed") == 1
+
+
 def test_the_keys_are_every_tier_and_bucket_and_the_prefill_shapes() -> None:
     tiers = TierTable((256, 1024, 4096, 131072), 16)
     keys = worker_keys(tiers, BucketTable(default_buckets(256)), BucketTable(default_buckets(1024)))
     assert sum(key.phase == "decode" for key in keys) == 4 * 9
     assert {key.bucket for key in keys if key.variant == "fresh"} == {16, 32, 64, 128, 256, 512, 1024}
+    assert {key.bucket for key in keys if key.variant == "packed"} == {64, 128, 256, 512, 1024}
     later = {tier: {key.bucket for key in keys if (key.variant, key.tier) == ("chunk", tier)} for tier in tiers.lengths}
     assert later[256] == {16, 32, 64, 128, 256}
     assert later[1024] == later[4096] == later[131072] == {16, 32, 64, 128, 256, 512, 1024}

@@ -19,7 +19,9 @@ BLOCK = 4
 LONGEST = 64
 
 
-def scheduler(*, num_blocks: int = 65, max_batch: int = 8, chunk: int = 16, max_waiting: int = 100) -> Scheduler:
+def scheduler(
+    *, num_blocks: int = 65, max_batch: int = 8, chunk: int = 16, max_waiting: int = 100, packs_parts: bool = True
+) -> Scheduler:
     return Scheduler(
         tiers=TierTable((8, 16, 32, LONGEST), BLOCK),
         buckets=BucketTable(default_buckets(max_batch)),
@@ -27,6 +29,7 @@ def scheduler(*, num_blocks: int = 65, max_batch: int = 8, chunk: int = 16, max_
         pool=BlockPool(num_blocks),
         max_waiting=max_waiting,
         max_prefill_segments=64,
+        packs_parts=packs_parts,
     )
 
 
@@ -79,6 +82,18 @@ def test_short_prompts_share_a_prefill_step() -> None:
     batch = subject.schedule()
     assert batch is not None
     assert [segment.count for segment in batch.segments] == [6, 6, 4]
+
+
+def test_a_runner_that_packs_whole_prompts_alone_gets_every_part_of_a_prompt_by_itself() -> None:
+    subject = scheduler(packs_parts=False)
+    subject.add([sequence(5, name="a"), sequence(6, name="b"), sequence(30, name="long"), sequence(4, name="c")])
+    prefills = []
+    while (batch := subject.schedule()) is not None:
+        if batch.phase == "prefill":
+            prefills.append([(segment.sequence.request.request_id, segment.count) for segment in batch.segments])
+        for finished in run(batch):
+            subject.finish(finished)
+    assert prefills == [[("a", 5), ("b", 6)], [("long", 16)], [("long", 14)], [("c", 4)]]
 
 
 def test_running_rows_decode_between_two_chunks_of_a_newcomer() -> None:
