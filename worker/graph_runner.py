@@ -56,7 +56,6 @@ class GraphRunner:
     Owns some blocks of the KV pool, in which self-checks keep their history.
     """
 
-    max_prefill_segments = MAX_PACKED
     packs_parts = False
     max_ahead = 1
 
@@ -91,7 +90,8 @@ class GraphRunner:
             self.kv_cache.block_size,
             fused=not isinstance(eager.kernels, TorchKernels),
         )
-        keys = worker_keys(eager.tiers, buckets, prefill_buckets)
+        self.max_prefill_segments = MAX_PACKED if eager.kernels.can_pack else 1
+        keys = worker_keys(eager.tiers, buckets, prefill_buckets, can_pack=eager.kernels.can_pack)
         self.session = CaptureSession(
             plan_captures(keys, size_of=memory.graph_bytes),
             regions,
@@ -181,7 +181,9 @@ class GraphRunner:
         return self.session.graphs.values()
 
 
-def worker_keys(tiers: TierTable, buckets: BucketTable, prefill_buckets: BucketTable) -> list[GraphKey]:
+def worker_keys(
+    tiers: TierTable, buckets: BucketTable, prefill_buckets: BucketTable, *, can_pack: bool = True
+) -> list[GraphKey]:
     """Every shape worth a graph: decode in each tier and bucket; prompts from the start, alone and several; later parts.
 
     A later part follows a cached block or a chunk, so in each tier it is at most a block shorter than the tier. Very
@@ -199,7 +201,7 @@ def worker_keys(tiers: TierTable, buckets: BucketTable, prefill_buckets: BucketT
         for size, smaller in zip(sizes, [0, *sizes], strict=False)
         if smaller < tier - tiers.block_size
     ]
-    return decode + fresh + packed + later
+    return decode + fresh + (packed if can_pack else []) + later
 
 
 def num_scratch_blocks(buckets: BucketTable, prefill_buckets: BucketTable, block_size: int) -> int:

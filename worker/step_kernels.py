@@ -27,6 +27,9 @@ GEMV_ROWS = 1
 class StepKernels(Protocol):
     """Attention over one KV pool, and greedy tokens."""
 
+    can_pack: bool
+    """Whether there is `packed`."""
+
     def whole_step(self, model: CausalLM, inputs: DecodeViews) -> Outputs | None:
         """All of worker.decode_step.decode_step, where there are kernels for the whole of such a step; or else None."""
 
@@ -59,6 +62,8 @@ class StepKernels(Protocol):
 
 class TorchKernels:
     """See StepKernels. Runs everywhere, and is what the fused kernels are compared with."""
+
+    can_pack = True
 
     def __init__(self, kv_cache: KVCache) -> None:
         self.kv_cache = kv_cache

@@ -24,6 +24,8 @@ from worker.step_kernels import Outputs
 class TritonKernels:
     """See worker.step_kernels.StepKernels. Steps must follow each other on one stream: they share a workspace."""
 
+    can_pack = True
+
     def __init__(self, kv_cache: KVCache, *, num_heads: int, max_rows: int, gemv_rows: int = 0) -> None:
         self.kv_cache = kv_cache
         self.gemv_rows = gemv_rows

@@ -18,6 +18,8 @@ from worker.step_kernels import TorchKernels
 class CpuFixedOrderKernels(TorchKernels):
     """See worker.step_kernels.StepKernels. A greedy choice needs no order: maxima are exact."""
 
+    can_pack = False  # a graph serves one prompt at a time; eager steps take several as parts
+
     def __init__(self, kv_cache: KVCache, shape: ModelShape) -> None:
         super().__init__(kv_cache)
         self.query_rows = decode_query_rows(shape)
