@@ -18,6 +18,7 @@ from cluster.security.tokens import bearer
 
 MAX_CALLERS = 32
 IDLE_S = 10.0
+POLL_S = 0.05
 ROLES = (Role.MONITOR, Role.OPERATOR, Role.ROUTER)
 
 StartResponse = Callable[..., Any]
@@ -34,7 +35,7 @@ class GuardedHttp:
             context.get()
         self._server = _server_class(host)((host, port), _QuietRequest, context)
         self._server.set_app(app if guard is None else guarded(app, guard))
-        self._thread = Thread(target=self._server.serve_forever, name="graphpool-metrics", daemon=True)
+        self._thread = Thread(target=self._server.serve_forever, args=(POLL_S,), name="graphpool-metrics", daemon=True)
         self._thread.start()
 
     @property
