@@ -72,6 +72,11 @@ class RouterConfig:
     """How a replica is chosen: least-tokens, prefix (prompts that begin alike go together) or tier-fit."""
     affinity_bound: float = 2.0
     """With `prefix`: the chosen replica has at most this many times the work of the one with the least."""
+    max_waiting: int = 1024
+    """Sequences that may wait in one replica; with all replicas full, more are refused with RESOURCE_EXHAUSTED. The
+    lower a request's criticality, the smaller the part of the queue it may use."""
+    max_wait_s: float = 120.0
+    """A request that would wait longer for its first token is refused at once, as is one that would miss its deadline."""
     wait_for_replica_s: float = 2.0
     """How long a request waits while no replica is ready."""
     wait_to_resume_s: float = 30.0
@@ -105,14 +110,16 @@ class RouterConfig:
             check_address("replicas", address)
         if self.name:
             check_name("name", self.name)
-        _at_least_one(self, "max_streams", "max_queued_messages")
+        _at_least_one(self, "max_streams", "max_waiting", "max_queued_messages")
         _at_most(self, "max_streams", MAX_STREAMS)
         _positive(self, "announce_period_s", "silence_timeout_s", "connect_timeout_s", "canary_timeout_s")
         if self.policy not in POLICY_NAMES:
             raise ValueError(f"policy {self.policy!r:.60} is not one of {', '.join(POLICY_NAMES)}")
         if not 1 <= self.affinity_bound < math.inf:
             raise ValueError(f"affinity_bound {self.affinity_bound} is under 1")
-        _positive(self, "reconnect_min_s", "reconnect_max_s", "breaker_pause_min_s", "breaker_pause_max_s")
+        _positive(
+            self, "max_wait_s", "reconnect_min_s", "reconnect_max_s", "breaker_pause_min_s", "breaker_pause_max_s"
+        )
         _not_negative(self, "wait_for_replica_s", "wait_to_resume_s", "resume_budget")
 
 

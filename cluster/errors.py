@@ -14,6 +14,7 @@
     ├── UnknownReplica          no replica of that name is known
     ├── StaleIncarnation        a process announced itself after its successor did
     ├── TooManyStreams          the server answers as many requests as it may
+    ├── Overloaded              too much is waiting, or what waits would take too long
     ├── SlowReader              an answer was not read as fast as it was made
     ├── AnswerTooLarge          the whole answer does not fit one message
     ├── MessageTooLarge         the request is over the limit of a message
@@ -178,6 +179,20 @@ class TooManyStreams(ClusterError):
 
     def __str__(self) -> str:
         return f"{self.limit} requests are being answered, which is the limit"
+
+
+class Overloaded(ClusterError):
+    """Refused at once, since there is no room in any queue or no time to wait in it; `reason` says which."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason, retry_after_s)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        if self.reason == "queue_full":
+            return "overloaded: the queues of all replicas are full"
+        return "overloaded: the answer would not come in time"
 
 
 class SlowReader(ClusterError):

@@ -16,6 +16,7 @@ from cluster.answers import AnswerFold, chat_response
 from cluster.backend import Backend
 from cluster.codec import AnyRequest
 from cluster.config import MESSAGE_BYTES
+from cluster.criticality import criticality_of, use_criticality
 from cluster.delivered import Delivered
 from cluster.errors import AnswerTooLarge, DuplicateRequest, PoisonedRequest, TooManyStreams
 from cluster.security.tenancy import Tenancy
@@ -167,6 +168,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             request.request_id = uuid.uuid4().hex
         context.set_trailing_metadata(((REQUEST_ID_KEY, request.request_id),))
         codec.check_request(request)
+        use_criticality(criticality_of(context.invocation_metadata()))
         if not request.sampling.HasField("seed"):
             request.sampling.seed = self._draw_seed()
         if self._tenancy is not None:

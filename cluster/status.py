@@ -52,6 +52,7 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     cluster_errors.UnknownReplica: _Code.NOT_FOUND,
     cluster_errors.StaleIncarnation: _Code.FAILED_PRECONDITION,
     cluster_errors.TooManyStreams: _Code.RESOURCE_EXHAUSTED,
+    cluster_errors.Overloaded: _Code.RESOURCE_EXHAUSTED,
     cluster_errors.SlowReader: _Code.RESOURCE_EXHAUSTED,
     cluster_errors.AnswerTooLarge: _Code.RESOURCE_EXHAUSTED,
     cluster_errors.MessageTooLarge: _Code.RESOURCE_EXHAUSTED,

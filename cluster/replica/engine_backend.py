@@ -14,6 +14,7 @@ import grpc
 from cluster import status
 from cluster.answers import load_to_proto, model_to_proto
 from cluster.codec import AnyRequest, cache_options, check_defaults, messages_from_proto, sampling_from_proto
+from cluster.criticality import current_criticality
 from cluster.delivered import Delivered
 from cluster.errors import NotReady, SlowReader, UnknownModel, UnknownReplica
 from cluster.metrics.answer_times import AnswerTimes
@@ -124,6 +125,7 @@ class EngineBackend:
             prompt_token_ids=prompt,
             sampling=sampling,
             deadline_s=deadline_s,
+            criticality=current_criticality(),
             delivered=origin.delivered.by_choice,
             finished=frozenset(origin.delivered.finished),
             is_trial=origin.is_trial,

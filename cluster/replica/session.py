@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from cluster import status
 from cluster.config import ReplicaConfig
+from cluster.criticality import criticality_from_proto, use_criticality
 from cluster.delivered import Delivered
 from cluster.errors import MalformedMessage, SlowReader
 from cluster.replica.engine_backend import EngineBackend
@@ -150,6 +151,7 @@ class AttachSession:
     async def _open(self, submit: replica_pb2.Submit) -> None:
         stream_id = submit.stream_id
         request = submit.generate if submit.WhichOneof("request") == "generate" else submit.chat
+        use_criticality(criticality_from_proto(submit.criticality))
         try:
             delivered = Delivered.from_proto(submit.delivered, submit.next_sequence)
             origin = Origin(self._backend.name, submit.attempt, stream_id, delivered, submit.is_trial)

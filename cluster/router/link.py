@@ -13,7 +13,9 @@ import grpc
 
 from cluster.codec import AnyRequest
 from cluster.config import RouterConfig
+from cluster.criticality import criticality_to_proto, current_criticality, use_criticality
 from cluster.errors import CanaryFailed, ReplicaLost
+from cluster.router.admission import Room
 from cluster.router.breaker import BreakerState
 from cluster.router.connection import Connection
 from cluster.router.loss import LossKind, judge
@@ -21,6 +23,7 @@ from cluster.router.policies import Candidate
 from cluster.router.stream import LinkStream
 from cluster.router.vitals import Vitals
 from protos import control_pb2, generation_pb2, replica_pb2
+from worker.request import Criticality
 
 JITTER = 0.2
 STALLED_S = 1.0
@@ -70,7 +73,9 @@ class Link:
         self._expected_incarnation = incarnation
         self._foreign_tokens = 0
         self._free_slots: tuple[tuple[int, int], ...] = ()
-        self._num_placed_since = 0
+        self._num_placed_since = self._prompt_tokens_since = 0
+        self._sizes: dict[int, int] = {}
+        self._num_sequences = self._foreign_sequences = 0
         self._reported: control_pb2.ReplicaState.ValueType = control_pb2.REPLICA_STATE_UNSPECIFIED
         self._is_retired = self._was_attached = False
         self._connection: Connection | None = None
@@ -122,6 +127,18 @@ class Link:
             slowness=self.vitals.slowness.factor,
             free_slots=self._free_slots,
             num_placed_since=self._num_placed_since,
+        )
+
+    @property
+    def room(self) -> Room:
+        """For admission."""
+        load = self.load
+        return Room(
+            max_rows=load.max_rows,
+            num_inside=self._num_sequences + self._foreign_sequences,
+            prefill_tokens=load.waiting_prefill_tokens + self._prompt_tokens_since,
+            prefill_token_s=load.prefill_token_ms / 1000,
+            step_s=load.step_ms / 1000,
         )
 
     @property
@@ -177,6 +194,10 @@ class Link:
         self._streams[stream_id] = stream
         self.outstanding_tokens += cost
         self._num_placed_since += 1
+        self._prompt_tokens_since += prompt_cost
+        self._sizes[stream_id] = size = max(request.sampling.n, 1)
+        self._num_sequences += size
+        submit.criticality = criticality_to_proto(current_criticality())
         submit.stream_id, submit.attempt, submit.timeout_s = stream_id, attempt, timeout_s or 0.0
         if isinstance(request, generation_pb2.GenerateRequest):
             submit.generate.CopyFrom(request)
@@ -187,8 +208,13 @@ class Link:
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:
         """Take a stream off the table; unknown ids are ignored."""
+        self._release(stream_id)
         if self._streams.pop(stream_id, None) is not None and cancel:
             self._cancel(stream_id)
+
+    def _release(self, stream_id: int) -> None:
+        """Its sequences hold rows no more."""
+        self._num_sequences -= self._sizes.pop(stream_id, 0)
 
     def _cancel(self, stream_id: int) -> None:
         if self._connection is not None:
@@ -259,6 +285,7 @@ class Link:
             elif not (has_failed and event.HasField("error")):
                 stream.push(event)
                 if event.end:
+                    self._release(event.stream_id)
                     self._note_end(event)
         if has_failed and self._streams:  # it says goodbye to each of them; together they say more
             has_stalled = self.load.step_age_s > STALLED_S
@@ -279,7 +306,8 @@ class Link:
         self.load = load
         self._foreign_tokens = max(0, load.outstanding_tokens - self.outstanding_tokens)
         self._free_slots = tuple((tier.tier, tier.free_slots) for tier in load.tiers)
-        self._num_placed_since = 0
+        self._num_placed_since = self._prompt_tokens_since = 0
+        self._foreign_sequences = max(0, load.running + load.waiting - self._num_sequences)
         if has_changed:
             self._on_change()
         if self.vitals.note_load(load) and self.vitals.breaker.state is not BreakerState.OPEN:
@@ -308,6 +336,7 @@ class Link:
 
     async def _admit(self) -> None:
         """Canaries, each after the breaker's pause, until one comes back."""
+        use_criticality(Criticality.CRITICAL_PLUS)  # nobody is served until it has passed
         breaker = self.vitals.breaker
         while not breaker.is_closed:
             await asyncio.sleep(breaker.pause_left_s)

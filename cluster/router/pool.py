@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import grpc
 
 from cluster.codec import AnyRequest
 from cluster.config import RouterConfig
+from cluster.criticality import current_criticality
 from cluster.delivered import Delivered
 from cluster.errors import RemoteError, ReplicaLost, UnknownReplica
 from cluster.metrics.router import RouterMetrics
+from cluster.router.admission import Admission
 from cluster.router.answering import Answering
 from cluster.router.link import Link
 from cluster.router.membership import Membership
@@ -24,6 +26,7 @@ from cluster.router.resuming import Resuming
 from cluster.router.vitals import BREAKERS
 from protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from worker.errors import DeadlineExceeded, Draining, RequestAborted
+from worker.request import Criticality
 
 UNAVAILABLE: int = grpc.StatusCode.UNAVAILABLE.value[0]
 CUT_OFF_S = 1.0
@@ -49,6 +52,7 @@ class Pool:
         self._membership = membership
         self._placement = Placement(config, membership, policy)
         self._quarantine = Quarantine(config.quarantine_s)
+        self._admission = Admission(config)
         self._resuming = Resuming(config, self._placement, quarantine=self._quarantine, metrics=metrics)
         self._server_info = server_info
         self._on_change = on_change
@@ -67,6 +71,11 @@ class Pool:
         """The most that any replica that takes requests runs from graphs."""
         ready = [link.load.readiness for link in self._membership.links if link.is_ready]
         return max(ready, default=control_pb2.GRAPH_READINESS_UNSPECIFIED)
+
+    @property
+    def refusals(self) -> Mapping[tuple[str, Criticality], int]:
+        """Requests that were not taken on, by reason and class."""
+        return self._admission.refusals
 
     @property
     def num_live(self) -> int:
@@ -89,16 +98,30 @@ class Pool:
         if self._is_draining:
             raise Draining
         self._quarantine.check(request)
+        if delivered is None or not delivered.next_sequence:  # what was begun elsewhere was taken on there
+            self._admit(request, timeout_s)
         answering = self._answering[request.request_id] = Answering(timeout_s, delivered)
         self._idle.clear()
         try:
             async with contextlib.aclosing(self._resuming.answer(request, answering)) as pieces:
                 async for piece in pieces:
                     yield piece
+            self._admission.note_answer(answering.delivered.num_tokens // max(request.sampling.n, 1))
         finally:
             del self._answering[request.request_id]
             if not self._answering:
                 self._idle.set()
+
+    def _admit(self, request: AnyRequest, timeout_s: float | None) -> None:
+        """Raises Overloaded."""
+        links = [link for link in self._membership.links if link.is_ready and link.model]
+        self._admission.check(
+            [link.room for link in links if not request.model or (link.model and link.model.name == request.model)],
+            num_sequences=max(request.sampling.n, 1),
+            max_tokens=request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None,
+            time_left_s=timeout_s,
+            criticality=current_criticality(),
+        )
 
     async def tokenize(
         self, request: generation_pb2.TokenizeRequest, *, timeout_s: float | None

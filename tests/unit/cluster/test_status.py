@@ -38,6 +38,7 @@ EXAMPLES: list[tuple[Exception, grpc.StatusCode]] = [
     (cluster_errors.UnknownReplica("r"), Code.NOT_FOUND),
     (cluster_errors.StaleIncarnation("r", "1"), Code.FAILED_PRECONDITION),
     (cluster_errors.TooManyStreams(8), Code.RESOURCE_EXHAUSTED),
+    (cluster_errors.Overloaded("queue_full", 0.5), Code.RESOURCE_EXHAUSTED),
     (cluster_errors.SlowReader(8, "messages"), Code.RESOURCE_EXHAUSTED),
     (cluster_errors.AnswerTooLarge(8, 4), Code.RESOURCE_EXHAUSTED),
     (cluster_errors.MessageTooLarge(8, 4), Code.RESOURCE_EXHAUSTED),
