@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import Metric
 
-from cluster.metrics.families import SECONDS, Histogram, gauge, plain_counter, plain_gauge
+from cluster.metrics.families import SECONDS, Histogram, counter, gauge, plain_counter, plain_gauge
 from protos import control_pb2
+from worker.request import Criticality
 
 STATES = tuple(state for state in control_pb2.ReplicaState.values() if state)
+REASONS = ("queue_full", "too_late")
+NOTHING: Mapping[tuple[str, Criticality], int] = {}
 BREAKERS = tuple(breaker for breaker in control_pb2.Breaker.values() if breaker)
 READINESS = tuple(readiness for readiness in control_pb2.GraphReadiness.values() if readiness)
 
@@ -49,7 +52,12 @@ class RouterMetrics:
         self._first_token.observe(first_token_s)
 
     def families(
-        self, loads: Sequence[control_pb2.ReplicaLoad], num_streams: int, *, num_trips: int = 0
+        self,
+        loads: Sequence[control_pb2.ReplicaLoad],
+        num_streams: int,
+        *,
+        num_trips: int = 0,
+        refusals: Mapping[tuple[str, Criticality], int] = NOTHING,
     ) -> Iterator[Metric]:
         """For a scrape."""
         yield plain_gauge("streams", "Requests being answered.", num_streams)
@@ -65,6 +73,7 @@ class RouterMetrics:
         yield plain_counter("poisoned_requests", "Requests proven to end the replica they run on.", self._poisoned)
         yield _replicas(loads)
         yield _readiness(loads)
+        yield _refusals(refusals)
         yield _breakers(loads)
         yield plain_counter("breaker_trips", "How often a replica that was in service was taken out of it.", num_trips)
         slowest = max((load.slowness for load in loads if load.state == control_pb2.REPLICA_STATE_READY), default=1.0)
@@ -88,6 +97,12 @@ def _readiness(loads: Sequence[control_pb2.ReplicaLoad]) -> Metric:
     names = {one: control_pb2.GraphReadiness.Name(one).removeprefix("GRAPH_READINESS_").lower() for one in READINESS}
     samples = (((name,), counts[one]) for one, name in names.items())
     return gauge("ready_replicas", "READY replicas, by how much runs from graphs.", samples, ("readiness",))
+
+
+def _refusals(counts: Mapping[tuple[str, Criticality], int]) -> Metric:
+    samples = (((why, one.name.lower()), counts.get((why, one), 0)) for why in REASONS for one in Criticality)
+    help_text = "Requests not taken on: every queue was full, or they would have waited for too long."
+    return counter("refused_requests", help_text, samples, ("reason", "criticality"))
 
 
 def _breakers(loads: Sequence[control_pb2.ReplicaLoad]) -> Metric:

@@ -156,7 +156,12 @@ class RouterServer:
         self._health.set(is_serving=self._pool.has_ready, readiness=self._pool.readiness)
 
     def _collect(self) -> Iterator[Metric]:
-        yield from self._metrics.families(self._pool.loads(), self._pool.num_live, num_trips=self._membership.num_trips)
+        yield from self._metrics.families(
+            self._pool.loads(),
+            self._pool.num_live,
+            num_trips=self._membership.num_trips,
+            refusals=self._pool.refusals,
+        )
         yield self._rpcs.family()
 
     def _server_info(self) -> control_pb2.ServerInfo:
