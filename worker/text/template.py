@@ -11,26 +11,36 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from worker.errors import InvalidRequest, ModelLoadError
+from worker.text.budget import MAX_SECONDS, Budget, TemplateLimit, within
+from worker.text.sandbox import LimitedSandbox
 
 MAX_ERROR_CHARS = 300
+MAX_SOURCE_CHARS = 1 << 20
 
 
 class ChatTemplate:
-    """A compiled chat template. Raises ModelLoadError for one that does not compile."""
+    """A compiled chat template. Raises ModelLoadError for one that does not compile.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    A rendering that takes longer than `max_seconds`, or makes something too large, is refused.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, max_seconds: float = MAX_SECONDS) -> None:
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ModelLoadError(f"the chat template has {len(source)} characters, the limit is {MAX_SOURCE_CHARS}")
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._max_seconds = max_seconds
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            self._template = _environment().compile_limited(source)
+        except (jinja2.TemplateError, RecursionError, OverflowError, MemoryError) as error:
             raise ModelLoadError(f"the chat template does not compile: {error}") from error
 
     def _told(self, error: jinja2.TemplateError) -> str:
         """The template's own words; what it puts together may quote a client."""
+        if isinstance(error, TemplateLimit):
+            return str(error.message)
         message = error.message
         if message and message in self.source:
             return message[:MAX_ERROR_CHARS]
@@ -38,14 +48,19 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt for the next answer to these messages. Raises InvalidRequest with the template's own message."""
+        budget = Budget(self._max_seconds)
+        values = {
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._special_tokens,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
+            with within(budget):
+                text = self._template.render(values)
+                budget.check_time()
+                return text
         except jinja2.TemplateError as error:
             raise InvalidRequest("messages", self._told(error)) from error
         except Exception as error:  # a template is a program, and may fail in any way
@@ -63,8 +78,8 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> LimitedSandbox:
+    environment = LimitedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _tojson
