@@ -162,6 +162,8 @@ class ReplicaConfig:
     """Between announcements, unless the router asks for another pace."""
     inline_text_bytes: int = 4096
     """Longer texts are tokenised on a thread of their own."""
+    text_timeout_s: float = 5.0
+    """A text that takes longer to tokenise is refused."""
     enable_fault_injection: bool = False
     """Offer FaultService, which breaks this replica on request; on loopback only. For tests."""
     keepalive: Keepalive = field(default_factory=Keepalive)
@@ -179,7 +181,7 @@ class ReplicaConfig:
             raise ValueError(f"advertise: {self.advertise!r} is not a host")
         _at_least_one(self, "max_streams", "max_pending_bytes")
         _at_most(self, "max_streams", MAX_STREAMS)
-        _positive(self, "load_period_s", "write_timeout_s", "announce_period_s")
+        _positive(self, "load_period_s", "write_timeout_s", "announce_period_s", "text_timeout_s")
         _not_negative(self, "flush_interval_ms", "flush_cost_ms", "inline_text_bytes")
         if not self.flush_interval_ms <= self.max_flush_interval_ms < math.inf:
             raise ValueError(f"max_flush_interval_ms {self.max_flush_interval_ms} is under {self.flush_interval_ms}")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from cluster.codec import AnyRequest, Messages, messages_from_proto
 from protos import generation_pb2
-from worker.errors import InvalidRequest
+from worker.errors import InvalidRequest, QueueFull
 from worker.load import EngineInfo
 
 MAX_BYTES_PER_TOKEN = 32
 """A text longer than this for every token of the context is refused without being tokenised."""
+NUM_THREADS = 2
+SLOW_S = 0.02
+"""A short text that took longer than this held up every stream of the replica."""
+MAX_SLOW = 3
+"""After so many of them no text is short any more: it is the model's tokenizer or template that is slow."""
 
 T = TypeVar("T")
 
@@ -36,13 +42,21 @@ class TextProcessor(Protocol):
 
 
 class Texts:
-    """Turns requests into token ids: short texts at once, longer ones on a thread, so that no stream waits for them."""
+    """Turns requests into token ids: short texts at once, longer ones on a thread, so that no stream waits for them.
 
-    def __init__(self, processor: TextProcessor | None, info: EngineInfo, *, inline_bytes: int) -> None:
+    What takes longer than `timeout_s` is refused. A thread cannot be ended, so the work goes on behind it; a tokenizer
+    takes time in proportion to its text and templates have a limit of their own, so it ends soon.
+    """
+
+    def __init__(
+        self, processor: TextProcessor | None, info: EngineInfo, *, inline_bytes: int, timeout_s: float = 5.0
+    ) -> None:
         self._processor = processor
         self._info = info
         self._inline_bytes = inline_bytes
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="graphpool-text")
+        self._timeout_s = timeout_s
+        self._num_slow = 0
+        self._threads = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="graphpool-text")
 
     async def prompt(self, request: AnyRequest) -> tuple[int, ...]:
         """Token ids of the prompt. Raises InvalidRequest naming the field."""
@@ -56,7 +70,7 @@ class Texts:
         """Token ids of a text."""
         processor = self._tokenizer("text")
         size = self._check_size("text", (text,))
-        return await self._run(size, lambda: processor.encode(text, add_special_tokens=add_special_tokens))
+        return await self._run("text", size, lambda: processor.encode(text, add_special_tokens=add_special_tokens))
 
     async def render(self, messages: Messages) -> list[int]:
         """Token ids of a conversation."""
@@ -64,12 +78,15 @@ class Texts:
         if not processor.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send text or token_ids")
         size = self._check_size("messages", [content for _, content in messages])
-        return await self._run(size, lambda: processor.render_chat(messages))
+        return await self._run("messages", size, lambda: processor.render_chat(messages))
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids."""
         processor = self._tokenizer("token_ids")
-        return await self._run(4 * len(ids), lambda: processor.decode(ids, skip_special_tokens=skip_special_tokens))
+        size = 4 * len(ids)
+        return await self._run(
+            "token_ids", size, lambda: processor.decode(ids, skip_special_tokens=skip_special_tokens)
+        )
 
     def close(self) -> None:
         """Let the threads go."""
@@ -89,7 +106,25 @@ class Texts:
             )
         return size
 
-    async def _run(self, size: int, work: Callable[[], T]) -> T:
-        if size <= self._inline_bytes:
+    async def _run(self, field: str, size: int, work: Callable[[], T]) -> T:
+        if size <= self._inline_bytes and self._num_slow < MAX_SLOW:
+            return self._run_here(work)
+        task = self._threads.submit(work)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.shield(asyncio.wrap_future(task))
+        except TimeoutError:
+            if task.cancel():
+                raise QueueFull(NUM_THREADS, NUM_THREADS, self._timeout_s) from None
+            raise InvalidRequest(field, f"takes longer than {self._timeout_s:g} s to turn into tokens") from None
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    def _run_here(self, work: Callable[[], T]) -> T:
+        started_s = time.perf_counter()
+        try:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            if time.perf_counter() - started_s > SLOW_S:
+                self._num_slow += 1
