@@ -44,7 +44,7 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return self.from_string(tree)
 
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """See SandboxedEnvironment."""
         budget = current_budget()
         if budget is not None:
