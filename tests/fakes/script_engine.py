@@ -93,7 +93,7 @@ class _Choice:
     has_ended: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Row:
     request: GenerateRequest
     choices: list[_Choice]
@@ -246,15 +246,33 @@ class ScriptEngine:
         with self._lock:
             if not self._rows and not self._waiting and not self._is_stopping:
                 self._lock.wait(0.1)
+            expired = self._drop_expired()
             started = self._admit()
+        if expired:
+            self._sink([RequestFailed(row.request.request_id, DeadlineExceeded()) for row in expired])
         if started:
             self._sink([RequestPhase(row.request.request_id, Phase.SCHEDULED) for row in started])
         return bool(self._rows)
 
+    def _drop_expired(self) -> list[_Row]:
+        """What has no time left does not start."""
+        now_s = time.monotonic()
+        expired = [row for row in self._waiting if (row.request.deadline_s or now_s + 1) <= now_s]
+        self._waiting = [row for row in self._waiting if row not in expired] if expired else self._waiting
+        return expired
+
+    def _next(self) -> _Row:
+        """The most critical that waits, the first of its class; a trial before all."""
+        row = self._waiting[0]
+        if not row.request.is_trial:
+            row = max(self._waiting, key=lambda one: one.request.criticality)
+        self._waiting.remove(row)
+        return row
+
     def _admit(self) -> list[_Row]:
         started: list[_Row] = []
         while self._trial is None and self._waiting and len(self._rows) < self.knobs.max_rows:
-            row = self._waiting.pop(0)
+            row = self._next()
             row.started_s = time.monotonic()
             self._rows[row.request.request_id] = row
             if row.request.is_trial:
