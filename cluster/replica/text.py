@@ -18,8 +18,9 @@ MAX_BYTES_PER_TOKEN = 32
 NUM_THREADS = 2
 SLOW_S = 0.02
 """A short text that took longer than this held up every stream of the replica."""
-MAX_SLOW = 3
-"""After so many of them no text is short any more: it is the model's tokenizer or template that is slow."""
+MAX_SLOW = 3.0
+"""After so many of them, less one for each hundred quick texts, no text is short any more: it is the model's tokenizer
+or template that is slow."""
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ class Texts:
         self._info = info
         self._inline_bytes = inline_bytes
         self._timeout_s = timeout_s
-        self._num_slow = 0
+        self._num_slow = 0.0
         self._threads = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="graphpool-text")
 
     async def prompt(self, request: AnyRequest) -> tuple[int, ...]:
@@ -126,5 +127,5 @@ class Texts:
         try:
             return work()
         finally:
-            if time.perf_counter() - started_s > SLOW_S:
-                self._num_slow += 1
+            is_slow = time.perf_counter() - started_s > SLOW_S
+            self._num_slow = self._num_slow + 1 if is_slow else max(0.0, self._num_slow - 0.01)
