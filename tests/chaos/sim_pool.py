@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextvars import copy_context
 from typing import TypeVar
@@ -62,6 +63,9 @@ class VirtualEngine(ScriptEngine):
 
     def _pass_time(self) -> None:
         """It has passed before the step."""
+
+    def _await(self, seen: threading.Event) -> None:
+        """Nothing can be waited for on the loop; what is sent first arrives first."""
 
     async def _play(self) -> None:
         try:
