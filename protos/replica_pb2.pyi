@@ -158,6 +158,7 @@ class Submit(_message.Message):
     IS_TRIAL_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     CRITICALITY_FIELD_NUMBER: _builtins.int
+    TRIAL_TOKENS_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     """unique on this Attach stream"""
     attempt: _builtins.int
@@ -171,6 +172,8 @@ class Submit(_message.Message):
     trace_parent: _builtins.str
     """W3C trace context, "" = not traced"""
     criticality: Global___Criticality.ValueType
+    trial_tokens: _builtins.int
+    """that the trial brings of each choice, at least 2: as far as a lost replica may have been"""
     @_builtins.property
     def generate(self) -> _generation_pb2.GenerateRequest: ...
     @_builtins.property
@@ -192,10 +195,11 @@ class Submit(_message.Message):
         is_trial: _builtins.bool = ...,
         trace_parent: _builtins.str = ...,
         criticality: Global___Criticality.ValueType = ...,
+        trial_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chat", b"chat", "criticality", b"criticality", "delivered", b"delivered", "generate", b"generate", "is_trial", b"is_trial", "next_sequence", b"next_sequence", "request", b"request", "stream_id", b"stream_id", "timeout_s", b"timeout_s", "trace_parent", b"trace_parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chat", b"chat", "criticality", b"criticality", "delivered", b"delivered", "generate", b"generate", "is_trial", b"is_trial", "next_sequence", b"next_sequence", "request", b"request", "stream_id", b"stream_id", "timeout_s", b"timeout_s", "trace_parent", b"trace_parent", "trial_tokens", b"trial_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["generate", "chat"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
@@ -223,30 +227,55 @@ class Cancel(_message.Message):
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
+class TrialNoted(_message.Message):
+    """The router knows that a trial has begun or passed; until then its next step is not launched."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: _builtins.int
+    stream_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        stream_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stream_id", b"stream_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrialNoted: _TypeAlias = TrialNoted  # noqa: Y015
+
+@_typing.final
 class RouterFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    TRIAL_NOTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def trial_noted(self) -> Global___TrialNoted: ...
     def __init__(
         self,
         *,
         hello: Global___RouterHello | None = ...,
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
+        trial_noted: Global___TrialNoted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit", "trial_noted", b"trial_noted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit", "trial_noted", b"trial_noted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "trial_noted"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

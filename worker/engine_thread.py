@@ -24,7 +24,7 @@ IDLE_WAIT_S = 0.25
 JOIN_S = 30.0
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 10.0
 """Bounds of when to come back to a full queue."""
-NOTICE_S = 0.1
+NOTICE_S = 1.0
 """Longest wait for a host to pass on that a trial begins or has ended."""
 
 Command = Callable[[], list[EngineEvent]]

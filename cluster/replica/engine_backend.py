@@ -128,7 +128,8 @@ class EngineBackend:
             criticality=current_criticality(),
             delivered=origin.delivered.by_choice,
             finished=frozenset(origin.delivered.finished),
-            is_trial=origin.is_trial,
+            is_trial=origin.trial_tokens > 0,
+            trial_tokens=origin.trial_tokens,
             **cache_options(request),
         )
         if not live.has_ended:

@@ -32,7 +32,8 @@ class Origin:
     attempt: int = 1
     stream_id: int = 0
     delivered: Delivered = NOTHING
-    is_trial: bool = False
+    trial_tokens: int = 0
+    """0 = it is no suspect."""
 
 
 class LiveRequest:

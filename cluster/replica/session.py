@@ -26,6 +26,7 @@ PHASES = {
     Phase.TRIAL_BEGAN: replica_pb2.STREAM_PHASE_TRIAL_BEGAN,
     Phase.TRIAL_PASSED: replica_pb2.STREAM_PHASE_TRIAL_PASSED,
 }
+MIN_TRIAL_TOKENS = 2
 FRAME_BYTES = 512 * 1024
 """A frame takes no further answers past this."""
 
@@ -50,8 +51,8 @@ class AttachSession:
         self._dirty: dict[LiveRequest, None] = {}
         self._urgent: dict[LiveRequest, None] = {}
         self._refused: list[replica_pb2.StreamEvent] = []
-        self._unseen: list[threading.Event] = []
-        """Of the phases in the frame that is being written."""
+        self._unseen: dict[int, threading.Event] = {}
+        """By stream, of a phase that the router has not noted yet."""
         self._wake = asyncio.Event()
         self._is_load_due = self._is_state_due = True
         self._is_flush_due = self._is_ending = False
@@ -107,6 +108,8 @@ class AttachSession:
                 await self._submit(frame.submit)
             elif kind == "cancel":
                 self._cancel(frame.cancel.stream_id)
+            elif kind == "trial_noted":
+                self._note_seen(frame.trial_noted.stream_id)
             elif kind == "hello":
                 log.info("router %.64r is attached", frame.hello.router)
 
@@ -119,7 +122,6 @@ class AttachSession:
             self._writing_since_s = time.monotonic()
             await context.write(frame)
             self._writing_since_s = None
-            self._note_seen()
             for live in ended:
                 self._backend.close(live)
             if self._is_ending and not self._dirty and not self._wake.is_set():
@@ -154,7 +156,8 @@ class AttachSession:
         use_criticality(criticality_from_proto(submit.criticality))
         try:
             delivered = Delivered.from_proto(submit.delivered, submit.next_sequence)
-            origin = Origin(self._backend.name, submit.attempt, stream_id, delivered, submit.is_trial)
+            trial_tokens = max(submit.trial_tokens, MIN_TRIAL_TOKENS) if submit.is_trial else 0
+            origin = Origin(self._backend.name, submit.attempt, stream_id, delivered, trial_tokens)
             live = await self._backend.open(request, timeout_s=submit.timeout_s or None, outbox=self, origin=origin)
         except Exception as error:  # noqa: BLE001  # whatever it is ends this request alone, with its status
             self._refused.append(
@@ -176,6 +179,7 @@ class AttachSession:
             self._dirty.pop(live, None)
             self._urgent.pop(live, None)
             self._backend.close(live)
+        self._note_seen(stream_id)
 
     def _next_frame(self) -> tuple[replica_pb2.ReplicaFrame, list[LiveRequest]]:
         """Whatever is due, and the requests that end with it."""
@@ -215,7 +219,7 @@ class AttachSession:
         piece = self._backend.take(live)
         for phase in live.take_phases():
             if phase.seen is not None:
-                self._unseen.append(phase.seen)
+                self._unseen[stream_id] = phase.seen
             elif piece is not None:
                 continue  # that it was scheduled shows in its tokens
             frame.events.add(stream_id=stream_id, phase=PHASES[phase.phase])
@@ -224,10 +228,10 @@ class AttachSession:
         if live.error is not None:
             frame.events.add(stream_id=stream_id, error=status.stream_error(live.error), end=True)
 
-    def _note_seen(self) -> None:
-        for seen in self._unseen:
+    def _note_seen(self, stream_id: int) -> None:
+        seen = self._unseen.pop(stream_id, None)
+        if seen is not None:
             seen.set()
-        self._unseen.clear()
 
     def _flush(self) -> None:
         self._flush_timer = None
@@ -249,7 +253,8 @@ class AttachSession:
             self._cancel(stream_id)
         for live in (*self._dirty, *self._urgent):
             self._backend.close(live)
-        self._note_seen()
+        for stream_id in tuple(self._unseen):
+            self._note_seen(stream_id)
 
 
 async def _next_frame_of(context: Context) -> replica_pb2.RouterFrame | None:

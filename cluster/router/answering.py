@@ -26,6 +26,7 @@ class Answering:
         "num_placements",
         "num_stalled_trials",
         "refused",
+        "trial_tokens",
     )
 
     def __init__(self, timeout_s: float | None, delivered: Delivered | None = None) -> None:
@@ -38,6 +39,7 @@ class Answering:
         self.is_suspect = False
         """It may have been what ended one of them."""
         self.num_stalled_trials = 0
+        self.trial_tokens = 0
         self.refused: set[str] = set()
         """Incarnations that would not take it, or not keep it."""
         self._started_s = time.monotonic()
@@ -72,6 +74,7 @@ class Answering:
             delivered=self.delivered.to_proto(),
             next_sequence=self.delivered.next_sequence,
             is_trial=self.is_suspect,
+            trial_tokens=self.trial_tokens if self.is_suspect else 0,
         )
 
     def placed(self, stream: LinkStream) -> None:

@@ -18,7 +18,7 @@ from cluster.errors import CanaryFailed, ReplicaLost
 from cluster.router.admission import Room
 from cluster.router.breaker import BreakerState
 from cluster.router.connection import Connection
-from cluster.router.loss import LossKind, judge
+from cluster.router.loss import LossKind, Verdict, judge, trial_shares
 from cluster.router.policies import Candidate
 from cluster.router.stream import LinkStream
 from cluster.router.vitals import Vitals
@@ -28,6 +28,8 @@ from worker.request import Criticality
 JITTER = 0.2
 STALLED_S = 1.0
 """A failed replica whose last report was of a step this old did not crash: the step did not end."""
+
+TRIAL_PHASES = (replica_pb2.STREAM_PHASE_TRIAL_BEGAN, replica_pb2.STREAM_PHASE_TRIAL_PASSED)
 
 log = logging.getLogger(__name__)
 
@@ -251,8 +253,10 @@ class Link:
     def _lose_streams(self, kind: LossKind) -> None:
         streams, self._streams = list(self._streams.values()), {}
         verdicts = judge(streams, kind, max_rows=self.load.max_rows)
-        for stream, verdict in zip(streams, verdicts, strict=True):
-            stream.lose(kind, verdict)
+        shares = iter(trial_shares(verdicts.count(Verdict.SUSPECT)))
+        # Whoever came last is the likeliest cause: it learns of the loss first and so is tried first, and longest.
+        for stream, verdict in reversed(list(zip(streams, verdicts, strict=True))):
+            stream.lose(kind, verdict, next(shares) if verdict is Verdict.SUSPECT else 0.0)
 
     def _expel(self) -> None:
         """It makes no progress: its requests go elsewhere, and what it may still send for them reaches nobody."""
@@ -279,6 +283,9 @@ class Link:
             self._report(frame.state)
         has_failed = self._reported == control_pb2.REPLICA_STATE_FAILED
         for event in frame.events:
+            if event.phase in TRIAL_PHASES and self._connection is not None:
+                noted = replica_pb2.TrialNoted(stream_id=event.stream_id)
+                self._connection.send(replica_pb2.RouterFrame(trial_noted=noted))
             stream = self._streams.get(event.stream_id)
             if stream is None:
                 self._on_fenced()

@@ -29,6 +29,11 @@ class Placement:
         self._policy = policy
         self._changed = asyncio.Event()
 
+    @property
+    def num_ready(self) -> int:
+        """Replicas that take requests."""
+        return sum(link.is_ready for link in self._membership.links)
+
     def note_change(self) -> None:
         """Those who wait look again."""
         self._changed.set()

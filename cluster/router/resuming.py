@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncGenerator
 
 import grpc
@@ -26,6 +27,13 @@ MAX_STALLED_TRIALS = 2
 """A step that does not end although it computes one request alone may be the machine's fault, but hardly twice."""
 FULL_PAUSE_S = 0.2
 """Before a replica whose queue is full is asked again for a request that was taken on already."""
+
+MIN_TRIAL_TOKENS = 2
+ALL_TRIALS_S = 0.5
+"""What the trials after one loss may take together: a client waits that long at most for its next token."""
+TRIAL_OVERHEAD_S = 0.005
+"""What a trial takes beside its steps."""
+UNKNOWN_STEP_S = 0.005
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +71,8 @@ class Resuming:
                 await self._note_refusal(error, link, answering)
             except ReplicaLost:
                 self._note_loss(stream.verdict, request, answering)
+                share_s = ALL_TRIALS_S * self._placement.num_ready * stream.trial_share
+                answering.trial_tokens = trial_tokens(stream.unheard_s, link.load.step_ms / 1000, share_s)
             finally:
                 stream.close()
                 self._trials.end(link, stream)
@@ -126,3 +136,16 @@ class Resuming:
         answering.is_suspect = answering.is_suspect or verdict is not Verdict.INNOCENT
         if answering.num_losses > self._config.resume_budget and not answering.delivered.is_complete:
             raise AnswerInterrupted(answering.num_losses, answering.delivered.num_tokens)
+
+
+def trial_tokens(unheard_s: float, step_s: float, share_s: float) -> int:
+    """Tokens that a trial has to bring to get as far as the lost replica may have been, within `share_s`.
+
+    Tokens are sent in batches, so it was ahead of what arrived by all the steps since the last message, and the step
+    that ended it is one of them. Failure mode: with so many suspects that their trials would take too long, those of
+    the older ones are cut short, and a request that ends replicas late in its answer may pass.
+    """
+    step_s = step_s or UNKNOWN_STEP_S
+    wanted = MIN_TRIAL_TOKENS + math.ceil(unheard_s / step_s)
+    allowed = int((share_s - TRIAL_OVERHEAD_S) / step_s)
+    return max(min(wanted, allowed), MIN_TRIAL_TOKENS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ class LinkStream:
         "_error",
         "_has_begun",
         "_has_ended",
+        "_heard_s",
         "_limit",
         "_link",
         "_pieces",
@@ -38,6 +40,8 @@ class LinkStream:
         "is_scheduled",
         "on_trial_passed",
         "stream_id",
+        "trial_share",
+        "unheard_s",
         "verdict",
     )
 
@@ -58,6 +62,11 @@ class LinkStream:
         self.on_trial_passed: Callable[[], None] | None = None
         self.verdict = Verdict.INNOCENT
         """What its replica's loss makes of it."""
+        self.trial_share = 0.0
+        """Of the time that all trials after that loss may take, what this one may."""
+        self.unheard_s = 0.0
+        """From the last piece, or its placement, to that loss."""
+        self._heard_s = time.monotonic()
         self._sequence = next_sequence
         self._delivered = 0
 
@@ -102,11 +111,12 @@ class LinkStream:
             self._error = error
             self._wake()
 
-    def lose(self, kind: LossKind, verdict: Verdict = Verdict.INNOCENT) -> None:
+    def lose(self, kind: LossKind, verdict: Verdict = Verdict.INNOCENT, trial_share: float = 0.0) -> None:
         """The replica is gone."""
         if not self._has_ended:
             error = ReplicaLost if kind is LossKind.CRASHED else ReplicaUnresponsive
-            self.verdict = verdict
+            self.verdict, self.trial_share = verdict, trial_share
+            self.unheard_s = time.monotonic() - self._heard_s
             self._has_ended = True
             self._release(self._cost_left)
             self.fail(error(self._link.name, self._delivered))
@@ -128,6 +138,7 @@ class LinkStream:
         num_tokens = sum(len(choice.token_ids) for choice in piece.choices)
         self._release(num_tokens if self._has_begun else num_tokens + self._prompt_cost)
         self._has_begun = self.is_scheduled = True
+        self._heard_s = time.monotonic()
         self._sequence += 1
         self._delivered += num_tokens
         self._pieces.append(piece)

@@ -131,6 +131,7 @@ class ScriptEngine:
         self._is_draining = self._is_stopping = False
         self._death: Exception | None = None
         self._busy_since_s: float | None = None
+        self._step_s = 0.0
         self._thread = threading.Thread(target=self._run, name="script-engine", daemon=True)
         self._start()
 
@@ -176,6 +177,7 @@ class ScriptEngine:
         left = [max(0, one.length - one.position) for row in (*rows, *waiting) for one in row.choices]
         free = self.knobs.max_rows - len(rows)
         now_s, busy_since_s = time.monotonic(), self._busy_since_s
+        step_s = max(self.knobs.step_s, self._step_s)
         return LoadSnapshot(
             running=len(rows),
             waiting=len(waiting),
@@ -185,7 +187,7 @@ class ScriptEngine:
             total_blocks=16 * self.knobs.max_rows,
             queue_age_s=max((time.monotonic() - row.submitted_s for row in waiting), default=0.0),
             steps=self._steps,
-            step_ms=1000 * self.knobs.step_s,
+            step_ms=1000 * step_s,
             eager_steps=self._steps,
             readiness=GraphReadiness(self.knobs.readiness),
             max_rows=self.knobs.max_rows,
@@ -195,7 +197,7 @@ class ScriptEngine:
                 max_rows=self.knobs.max_rows,
                 prefill_tokens=0,
                 prefill_token_s=0.0,
-                decode_step_s=self.knobs.step_s,
+                decode_step_s=step_s,
                 answer_tokens=self._answer_tokens / self.knobs.tokens_per_step,
             ),
             step_age_s=0.0 if busy_since_s is None else now_s - busy_since_s,
@@ -291,7 +293,10 @@ class ScriptEngine:
 
     def _end_trial(self) -> None:
         trial = self._trial
-        if trial is None or (trial.num_steps < 2 and trial.request.request_id in self._rows):
+        if trial is None:
+            return
+        num_steps = -(-trial.request.trial_tokens // self.knobs.tokens_per_step)
+        if trial.num_steps < num_steps and trial.request.request_id in self._rows:
             return
         self._trial = None
         self._announce(trial, Phase.TRIAL_PASSED)
@@ -303,7 +308,7 @@ class ScriptEngine:
 
     def _await(self, seen: threading.Event) -> None:
         """What a trial's judge must know is on its way, or that takes too long."""
-        seen.wait(0.1)
+        seen.wait(1.0)
 
     def _step(self) -> None:
         started_s = self._busy_since_s = time.monotonic()
@@ -321,6 +326,7 @@ class ScriptEngine:
         self.faults.before_read()
         self.faults.after_step(time.monotonic() - started_s)
         self._busy_since_s = None
+        self._step_s += 0.2 * (time.monotonic() - started_s - self._step_s)
         if events:
             self._sink(events)
         self._end_trial()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from cluster.client import AsyncGraphpoolClient
@@ -59,10 +59,10 @@ class ScriptPool:
     def num_ready(self) -> int:
         return list(self.states.values()).count(control_pb2.REPLICA_STATE_READY)
 
-    async def spawn(self, name: str, **knobs: object) -> ReplicaProcess:
+    async def spawn(self, name: str, config: Mapping[str, object] | None = None, /, **knobs: object) -> ReplicaProcess:
         """One more replica, as a process of its own that ends with the pool; returns when it is ready."""
         before = self.num_ready
-        process = await spawn_replica({"routers": [self.router.address], "name": name}, knobs)
+        process = await spawn_replica({"routers": [self.router.address], "name": name, **(config or {})}, knobs)
         self.processes.append(process)
         await until(lambda: self.num_ready == before + 1, 15)
         return process
