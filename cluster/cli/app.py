@@ -39,7 +39,7 @@ app.command(rich_help_panel=ASKING)(chat)
 app.command(rich_help_panel=ASKING)(generate)
 app.command(rich_help_panel=ASKING)(status)
 app.command(rich_help_panel=PREPARING)(plan)
-app.command(rich_help_panel=PREPARING)(doctor)
+app.add_typer(doctor, rich_help_panel=PREPARING)
 app.add_typer(certs, rich_help_panel=PREPARING)
 app.add_typer(tokens, rich_help_panel=PREPARING)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def doctor(
+doctor = typer.Typer(name="doctor", invoke_without_command=True)
+
+
+@doctor.callback()
+def machine(
+    context: typer.Context,
     bisect: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="Capture this model, and find the layer and the operator that fail."),
@@ -33,6 +39,8 @@ def doctor(
 
     Exit code 1: a check failed, or the model that --bisect looked at cannot be captured.
     """
+    if context.invoked_subcommand is not None:
+        return
     with one_sentence_errors():
         if bisect is None:
             findings = _findings(cache_dir)
@@ -45,6 +53,33 @@ def doctor(
             report = bisect_model(bisect, cache_dir=cache_dir)
             is_ok = report.is_ok
             _show({"ok": is_ok, **asdict(report)} if as_json else bisect_text(report))
+    if not is_ok:
+        raise typer.Exit(FAILED)
+
+
+@doctor.command()
+def deploy(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Cluster files of `ray up`, Serve configs, KubeRay manifests."),
+    ],
+    step_ms: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="How long a decode step takes at most. Default: 10 on a GPU, 50 on a CPU."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look for mistakes in the files that bring a cluster up: line, reason, and what to write instead.
+
+    Several files are also held against each other. Contacts nothing. Exit code 1: something would not work, or not safely.
+    """
+    with one_sentence_errors():
+        from cluster.doctor.deploy.check import check_deployment
+
+        findings = check_deployment(files, step_ms=step_ms)
+        is_ok = all(finding.status != "fail" for finding in findings)
+        values = {"ok": is_ok, "checks": [asdict(finding) for finding in findings]}
+        _show(values if as_json else findings_table(findings))
     if not is_ok:
         raise typer.Exit(FAILED)
 

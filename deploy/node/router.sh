@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The router of a cluster that `ray up` brings up: on the head, or on a node of its own.
 #
-#   router.sh start      start it; one that runs finishes its streams first, so this also takes a new version
-#   router.sh stop       finish what is running, then end
-#   router.sh status     the pool as the router sees it; exit code 1 when no replica is READY
+#   router.sh start         start it; one that runs finishes its streams first, so this also takes a new version
+#   router.sh start-here    the same if this is the node that router.env names
+#   router.sh stop          finish what is running, then end
+#   router.sh status        the pool as the router sees it; exit code 1 when no replica is READY
 set -euo pipefail
 
 source ~/graphpool/deploy/node/router.env
@@ -35,10 +36,16 @@ stop() {
     rm -f "$pid_file"
 }
 
+is_here() {
+    # `ray up` tells every node but the head itself where the head is.
+    if [ "$ROUTER_HOST" = head ]; then [ -z "${RAY_HEAD_IP:-}" ]; else hostname -I | grep -qwF "$ROUTER_HOST"; fi
+}
+
 case "${1:-}" in
 start) start ;;
+start-here) if is_here; then start; fi ;;
 stop) stop ;;
 keep-running) keep_running ;;
-status) graphpool status --address "127.0.0.1:$ROUTER_PORT" ;;
-*) sed -n '2,6p' "$0" >&2; exit 2 ;;
+status) graphpool status --address "127.0.0.1:$ROUTER_PORT" "${CLIENT_OPTIONS[@]}" ;;
+*) sed -n '2,7p' "$0" >&2; exit 2 ;;
 esac

@@ -24,11 +24,16 @@ install() {
     [ "$(cat "$environment/installed" 2>/dev/null)" != "$wanted" ] || return 0
     [ -x "$environment/bin/python" ] || make_environment
     "$environment/bin/python" -m pip install --quiet --force-reinstall --no-deps "$files"/wheel/graphpool-*.whl
-    "$environment/bin/python" -m pip install --quiet --constraint "$files/constraints.txt" "$files"/wheel/graphpool-*.whl "$@"
+    "$environment/bin/python" -m pip install --quiet --constraint "$files/constraints.txt" "$files"/wheel/graphpool-*.whl
+    # Without the pins, which hold for what graphpool needs: a cloud's client may need an older version of something else.
+    [ $# = 0 ] || "$environment/bin/python" -m pip install --quiet "$@"
     echo "$wanted" >"$environment/installed"
 }
 
 install "$@"
+# `ray exec` and `ray down` run plain `ray`: without this they do not find it, and say so only in passing.
+path_line='export PATH="$HOME/graphpool-env/bin:$PATH"'
+grep -qxF "$path_line" ~/.bashrc 2>/dev/null || echo "$path_line" >>~/.bashrc
 # Ray makes its token file readable by everybody; nobody else needs it.
 chmod 600 ~/.ray/auth_token
 # Shows what this node has: driver, GPU, packages, memory. Exit code 1, which ends `ray up`: it cannot serve.

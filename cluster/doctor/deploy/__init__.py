@@ -1,0 +1,1 @@
+"""Checks of the files that bring a cluster up: `ray up` cluster files, Serve configs, KubeRay manifests."""
