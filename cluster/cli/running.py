@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import typer
 
+from cluster.cli.logs import log_to_stderr
+
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -53,6 +55,7 @@ def fail(message: str) -> NoReturn:
 
 def run_until_stopped(service: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service until it ends or a signal asks it to: the first one cancels it, a second one kills what is left."""
+    log_to_stderr()
     with one_sentence_errors():
         asyncio.run(_guarded(service()))
 

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from cluster.cli.logs import log_to_stderr
 from cluster.config import RouterConfig, from_mapping
 from cluster.router.server import RouterServer
 from tests.fakes.replica_process import ReplicaProcess
@@ -25,12 +26,17 @@ class RouterProcess(ReplicaProcess):
 
 
 async def spawn_router(
-    config: Mapping[str, object], *, prefix: tuple[str, ...] = (), stderr: int | None = None
+    config: Mapping[str, object],
+    *,
+    prefix: tuple[str, ...] = (),
+    stderr: int | None = None,
+    log_level: str = "WARNING",
 ) -> RouterProcess:
     """Start one and wait until it listens; `prefix` is a command that starts it, such as one that sets limits."""
     process = await asyncio.create_subprocess_exec(
         *prefix,
         *(sys.executable, "-m", "tests.fakes.router_process", "--config", json.dumps(dict(config))),
+        *("--log-level", log_level),
         stdout=asyncio.subprocess.PIPE,
         stderr=stderr,
     )
@@ -57,7 +63,7 @@ def main() -> None:
     parser.add_argument("--config", default="{}", help="RouterConfig as JSON")
     parser.add_argument("--log-level", default="WARNING")
     arguments = parser.parse_args()
-    logging.basicConfig(level=arguments.log_level, format="router %(asctime)s %(message)s")
+    log_to_stderr(logging.getLevelName(arguments.log_level))
     values = {"listen": "127.0.0.1:0", **json.loads(arguments.config)}
     asyncio.run(serve(from_mapping(RouterConfig, values)))
 
