@@ -63,7 +63,9 @@ def write_tokenizer(source: Path, metadata: Mapping[str, Any], directory: Path) 
     from transformers import AutoTokenizer
 
     check_tokenizer(metadata)
-    built = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name, local_files_only=True, trust_remote_code=False)
+    built = AutoTokenizer.from_pretrained(
+        str(source.parent), gguf_file=source.name, local_files_only=True, trust_remote_code=False
+    )
     tokenizer: Tokenizer = built.backend_tokenizer
     kind = _ByteLevelKind(adds_bos=True)
     if metadata["tokenizer.ggml.model"] == "gpt2":
