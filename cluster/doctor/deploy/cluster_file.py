@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.doctor.deploy.document import Document
+from cluster.doctor.deploy.document import Path as Place
 from cluster.doctor.deploy.images import image_findings, install_findings, version_findings
 from cluster.doctor.deploy.schemas import cluster_schema_findings
 from cluster.doctor.finding import Finding
@@ -187,31 +188,36 @@ def _security_group(document: Document) -> Iterator[Finding]:
 
 
 def _versions(document: Document) -> Iterator[Finding]:
-    images = [(("docker", key), str(document.get("docker", key))) for key in IMAGES if document.get("docker", key)]
-    for name in document.mapping("available_node_types"):
-        place = ("available_node_types", name, "docker", "worker_image")
-        images += [(place, str(document.get(*place)))] if document.get(*place) else []
-    commands = [((key, index), str(text)) for key in SETUP for index, text in enumerate(document.items(key))]
+    images = list(_images(document))
+    commands: list[tuple[Place, str]] = [
+        ((key, index), str(text)) for key in SETUP for index, text in enumerate(document.items(key))
+    ]
     for path, image in images:
         yield from image_findings(document, path, image)
     for path, command in commands:
         yield from install_findings(document, path, command)
     if not images and "setup_commands" not in document.values and document.get("provider", "type") != "local":
         yield document.find(
-            "fail",
-            ("setup_commands",),
-            "Ray's own set-up is used, which installs a nightly build of Ray",
+            "fail", ("setup_commands",), "Ray's own set-up is used, which installs a nightly build of Ray",
             "setup_commands that install pinned versions, as deploy/node/setup.sh does, or a pinned docker.image",
-        )
-    is_worker = [
-        ("worker" in str(path[0]) or "worker" in str(path[-1]) or path[0] == "available_node_types")
-        for path, _ in images + commands
-    ]
+        )  # fmt: skip
     places = images + commands
-    head = [place for place, worker in zip(places, is_worker, strict=True) if not worker]
-    yield from version_findings(
-        document, head, [place for place, worker in zip(places, is_worker, strict=True) if worker]
-    )
+    head = [place for place in places if not _is_workers(place[0])]
+    yield from version_findings(document, head, [place for place in places if _is_workers(place[0])])
+
+
+def _images(document: Document) -> Iterator[tuple[Place, str]]:
+    places: list[Place] = [("docker", key) for key in IMAGES]
+    places += [
+        ("available_node_types", name, "docker", "worker_image") for name in document.mapping("available_node_types")
+    ]
+    for place in places:
+        if image := document.get(*place):
+            yield place, str(image)
+
+
+def _is_workers(place: Place) -> bool:
+    return "worker" in str(place[0]) or place[-1] == "worker_image"
 
 
 def _head_work(document: Document) -> Iterator[Finding]:

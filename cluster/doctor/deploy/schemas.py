@@ -19,7 +19,7 @@ _RAY_FIELDS = "see Ray's reference of this file for its fields"
 
 def cluster_schema_findings(document: Document) -> Iterator[Finding]:
     """Unknown fields, wrong types and wrong node types of a cluster file."""
-    from jsonschema import ValidationError
+    from jsonschema import ValidationError  # type: ignore[import-untyped]
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     said = io.StringIO()
