@@ -66,6 +66,14 @@ class RouterConfig:
     """Requests answered at the same time; more are refused with RESOURCE_EXHAUSTED."""
     max_queued_messages: int = 256
     """Messages of one answer that may wait for its reader; more end the request."""
+    max_queued_bytes: int = 256 * 1024
+    """Bytes of one answer that may wait for its reader, beside a single message however large; more end the request."""
+    reader_timeout_s: float = 30.0
+    """A reader that takes nothing for this long, while there is something, loses its answer."""
+    max_connection_age_s: float = 3600.0
+    """A client's connection takes no new calls after this long, give or take a tenth: clients spread over new routers."""
+    connection_grace_s: float = 3600.0
+    """After that, for what still runs on it."""
     resume_budget: int = 3
     """Losses of its replica that one request survives; a replica that leaves in order takes nothing from it."""
     policy: str = "least-tokens"
@@ -110,16 +118,15 @@ class RouterConfig:
             check_address("replicas", address)
         if self.name:
             check_name("name", self.name)
-        _at_least_one(self, "max_streams", "max_waiting", "max_queued_messages")
+        _at_least_one(self, "max_streams", "max_waiting", "max_queued_messages", "max_queued_bytes")
         _at_most(self, "max_streams", MAX_STREAMS)
         _positive(self, "announce_period_s", "silence_timeout_s", "connect_timeout_s", "canary_timeout_s")
         if self.policy not in POLICY_NAMES:
             raise ValueError(f"policy {self.policy!r:.60} is not one of {', '.join(POLICY_NAMES)}")
         if not 1 <= self.affinity_bound < math.inf:
             raise ValueError(f"affinity_bound {self.affinity_bound} is under 1")
-        _positive(
-            self, "max_wait_s", "reconnect_min_s", "reconnect_max_s", "breaker_pause_min_s", "breaker_pause_max_s"
-        )
+        _positive(self, "max_wait_s", "reader_timeout_s", "max_connection_age_s", "connection_grace_s")
+        _positive(self, "reconnect_min_s", "reconnect_max_s", "breaker_pause_min_s", "breaker_pause_max_s")
         _not_negative(self, "wait_for_replica_s", "wait_to_resume_s", "resume_budget")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import uuid
@@ -18,7 +19,7 @@ from cluster.codec import AnyRequest
 from cluster.config import MESSAGE_BYTES
 from cluster.criticality import criticality_of, use_criticality
 from cluster.delivered import Delivered
-from cluster.errors import AnswerTooLarge, DuplicateRequest, PoisonedRequest, TooManyStreams
+from cluster.errors import AnswerTooLarge, DuplicateRequest, PoisonedRequest, SlowReader, TooManyStreams
 from cluster.security.tenancy import Tenancy
 from protos import generation_pb2, generation_pb2_grpc
 from worker.errors import DeadlineExceeded, InvalidRequest
@@ -29,6 +30,7 @@ RESUME_INDEX_KEY = "resume-index"
 """Number of the first message that a stream ended without, UNAVAILABLE: `Resume` goes on there."""
 POISON_KEY = "poison"
 """Set when the request itself ends replicas."""
+READER_TIMEOUT_S = 30.0
 ANSWER_BYTES = MESSAGE_BYTES - 64 * 1024
 """Room is left for what a chat message adds to an answer."""
 
@@ -49,10 +51,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         max_streams: int,
         draw_seed: Callable[[], int] | None = None,
         tenancy: Tenancy | None = None,
+        reader_timeout_s: float = READER_TIMEOUT_S,
     ) -> None:
         self._backend = backend
         self._max_streams = max_streams
         self._tenancy = tenancy
+        self._reader_timeout_s = reader_timeout_s
         self._draw_seed = draw_seed or (lambda: secrets.randbits(63))
         self._live: set[str] = set()
 
@@ -121,8 +125,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async for piece in pieces:
                 if piece.sequence == 0:
                     piece.seed = request.sampling.seed
-                await context.write(chat_response(piece) if is_chat else piece)
+                await self._write(context, chat_response(piece) if is_chat else piece)
                 sent.next_sequence = piece.sequence + 1
+
+    async def _write(
+        self, context: Context, message: generation_pb2.GenerateResponse | generation_pb2.ChatResponse
+    ) -> None:
+        """Wait until the reader has room for it, but not for ever: what is made for it meanwhile takes a row."""
+        try:
+            async with asyncio.timeout(self._reader_timeout_s):
+                await context.write(message)
+        except TimeoutError as error:
+            raise SlowReader(round(1000 * self._reader_timeout_s), "milliseconds") from error
 
     async def _whole(self, request: AnyRequest, context: Context) -> generation_pb2.GenerateResponse:
         fold = AnswerFold()

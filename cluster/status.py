@@ -19,6 +19,8 @@ from worker import errors as worker_errors
 MAX_DETAILS_BYTES = 1024
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 NEVER_RETRY_MS = -1
+ABORT_TIMEOUT_S = 5.0
+"""For a status to find its place behind messages that were not read."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -147,8 +149,11 @@ async def abort(context: Context, error: BaseException) -> NoReturn:
     """End an RPC with the status of `error`, keeping the trailing metadata set so far."""
     status = status_of(error)
     trailers = (*(context.trailing_metadata() or ()), *status.trailers)
-    await context.abort(status.code, status.details, trailers)
-    raise AssertionError("abort() raises")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await context.abort(status.code, status.details, trailers)
+    # The client has stopped reading. gRPC keeps the status for when it goes on; this side is through with the call.
+    raise asyncio.CancelledError
 
 
 def cut(text: str) -> str:

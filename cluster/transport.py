@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -19,27 +21,48 @@ METADATA_BYTES = 8 * 1024
 C_INT_MAX = 2**31 - 1
 MAX_CONNECTIONS = 4096
 """A server accepts no more at the same time: each costs memory before anybody has said who it is."""
+MAX_PING_STRIKES = 2
+"""Pings that come too soon, before a peer is cut off."""
 HANDSHAKE_TIMEOUT_S = 10
 """For TLS and the first HTTP/2 settings of a new connection."""
 IDLE_TIMEOUT_S = 600
 """A connection without a call for this long is closed; clients open another when they need one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionAge:
+    """When a connection is told to go, and when what still runs on it is ended."""
+
+    max_s: float = math.inf
+    grace_s: float = math.inf
+
+
+NO_AGE = ConnectionAge()
 
 ServerInterceptor: TypeAlias = "grpc.aio.ServerInterceptor[Any, Any]"
 Options = list[tuple[str, int | str]]
 
 
 def create_server(
-    *, keepalive: Keepalive, max_streams: int, message_bytes: int, watchers: Sequence[ServerInterceptor] = ()
+    *,
+    keepalive: Keepalive,
+    max_streams: int,
+    message_bytes: int,
+    watchers: Sequence[ServerInterceptor] = (),
+    age: ConnectionAge = NO_AGE,
 ) -> grpc.aio.Server:
     """A server that survives quiet streams, cuts off hostile pingers and never shares its port silently.
 
-    `watchers` see every call, also those whose bytes are refused.
+    `watchers` see every call, also those whose bytes are refused. Past its `age` a connection takes no new calls.
     """
     # A stream more than the limit of requests, so that the refusal itself can be sent, and room for health watchers.
     streams = max_streams + 64
     options: Options = [
         *_common(keepalive, message_bytes),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(keepalive.min_ping_interval_s)),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(keepalive.min_ping_interval_s)),
+        ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
+        ("grpc.max_connection_age_ms", _ms(age.max_s)),
+        ("grpc.max_connection_age_grace_ms", _ms(age.grace_s)),
         ("grpc.max_concurrent_streams", streams),
         ("grpc.so_reuseport", 0),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
@@ -125,4 +148,4 @@ def _common(keepalive: Keepalive, message_bytes: int) -> Options:
 
 
 def _ms(seconds: float) -> int:
-    return min(max(1, round(1000 * seconds)), C_INT_MAX)
+    return C_INT_MAX if seconds == math.inf else min(max(1, round(1000 * seconds)), C_INT_MAX)

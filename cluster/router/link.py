@@ -191,7 +191,13 @@ class Link:
         limit = self._config.max_queued_messages
         submit = submit or replica_pb2.Submit()
         stream = LinkStream(
-            self, stream_id, prompt_cost=prompt_cost, cost=cost, limit=limit, next_sequence=submit.next_sequence
+            self,
+            stream_id,
+            prompt_cost=prompt_cost,
+            cost=cost,
+            limit=limit,
+            limit_bytes=self._config.max_queued_bytes,
+            next_sequence=submit.next_sequence,
         )
         self._streams[stream_id] = stream
         self.outstanding_tokens += cost

@@ -30,7 +30,7 @@ from cluster.router.policies import POLICIES, Policy
 from cluster.router.pool import Pool
 from cluster.security.guard import Authenticate, Guard
 from cluster.security.tenancy import Tenancy
-from cluster.transport import bind, create_server, offer_reflection
+from cluster.transport import ConnectionAge, bind, create_server, offer_reflection
 from cluster.version import version
 from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc, replica_pb2_grpc
 from worker.errors import Draining
@@ -67,7 +67,9 @@ class RouterServer:
             on_change=self._readiness_changed,
             metrics=self._metrics,
         )
-        self._generation = GenerationServicer(self._pool, max_streams=config.max_streams, tenancy=self._tenancy)
+        self._generation = GenerationServicer(
+            self._pool, max_streams=config.max_streams, tenancy=self._tenancy, reader_timeout_s=config.reader_timeout_s
+        )
         self._server: grpc.aio.Server | None = None
         self._address = ""
 
@@ -94,6 +96,7 @@ class RouterServer:
             max_streams=self._config.max_streams,
             message_bytes=MESSAGE_BYTES,
             watchers=(Authenticate(self._guard), self._rpcs),
+            age=ConnectionAge(self._config.max_connection_age_s, self._config.connection_grace_s),
         )
         await self._add_services(server)
         port = bind(server, self._config.listen, self._guard.server_credentials())

@@ -16,6 +16,8 @@ from protos import generation_pb2, replica_pb2
 if TYPE_CHECKING:
     from cluster.router.link import Link
 
+MAX_QUEUED_BYTES = 256 * 1024
+
 
 class LinkStream:
     """Iterates over the pieces of one answer and keeps count of the tokens that are still to come.
@@ -31,9 +33,11 @@ class LinkStream:
         "_has_ended",
         "_heard_s",
         "_limit",
+        "_limit_bytes",
         "_link",
         "_pieces",
         "_prompt_cost",
+        "_queued_bytes",
         "_sequence",
         "_waiter",
         "is_on_trial",
@@ -46,11 +50,21 @@ class LinkStream:
     )
 
     def __init__(
-        self, link: Link, stream_id: int, *, prompt_cost: int, cost: int, limit: int, next_sequence: int = 0
+        self,
+        link: Link,
+        stream_id: int,
+        *,
+        prompt_cost: int,
+        cost: int,
+        limit: int,
+        limit_bytes: int = MAX_QUEUED_BYTES,
+        next_sequence: int = 0,
     ) -> None:
         self.stream_id = stream_id
         self._link = link
         self._limit = limit
+        self._limit_bytes = limit_bytes
+        self._queued_bytes = 0
         self._prompt_cost = prompt_cost
         self._cost_left = cost
         self._pieces: deque[generation_pb2.GenerateResponse] = deque()
@@ -89,7 +103,9 @@ class LinkStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._pieces.popleft()
+        piece = self._pieces.popleft()
+        self._queued_bytes -= piece.ByteSize()
+        return piece
 
     def push(self, event: replica_pb2.StreamEvent) -> None:
         """Take what the replica sent for this stream."""
@@ -135,12 +151,16 @@ class LinkStream:
         if len(self._pieces) >= self._limit:
             self._break(SlowReader(self._limit, "messages"))
             return
+        if self._pieces and self._queued_bytes + piece.ByteSize() > self._limit_bytes:
+            self._break(SlowReader(self._limit_bytes, "bytes"))
+            return
         num_tokens = sum(len(choice.token_ids) for choice in piece.choices)
         self._release(num_tokens if self._has_begun else num_tokens + self._prompt_cost)
         self._has_begun = self.is_scheduled = True
         self._heard_s = time.monotonic()
         self._sequence += 1
         self._delivered += num_tokens
+        self._queued_bytes += piece.ByteSize()
         self._pieces.append(piece)
 
     def _enter(self, phase: replica_pb2.StreamPhase.ValueType) -> None:
@@ -153,6 +173,7 @@ class LinkStream:
     def _break(self, error: Exception) -> None:
         """End it here and on the replica; what was not read is dropped, for it may be much."""
         self._pieces.clear()
+        self._queued_bytes = 0
         self.fail(error)
         self.close()
 

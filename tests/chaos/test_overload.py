@@ -1,0 +1,105 @@
+"""More requests than the pool can answer, whether or not anybody waits for them.
+
+`GRAPHPOOL_OVERLOAD_S=30` floods for that many seconds a step and holds the pool to its goals; without it the steps are
+short, and the bounds leave room for a machine that is busy with other things.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import socket
+
+import grpc
+import pytest
+
+from tests.chaos.chaos_pool import ChaosPool, chaos_pool
+from tests.chaos.open_loop import flood
+from tests.fakes.scrape import scrape
+
+MAX_ROWS, STEP_S, TOKENS = 8, 0.02, 16
+CAPACITY = 2 * MAX_ROWS / (STEP_S * TOKENS)
+"""Answers a second of two replicas: 50."""
+DEADLINE_S = 2.0
+LONG_S = float(os.environ.get("GRAPHPOOL_OVERLOAD_S", "0"))
+SECONDS = LONG_S or 4.0
+MIN_GOODPUT = 0.95 if LONG_S else 0.75
+MAX_REJECT_P50_MS, MAX_REJECT_P99_MS = 10.0, 10.0 if LONG_S else 500.0
+RECOVERY_S = 5.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(os.environ.get("GRAPHPOOL_CHAOS_SEED", "0")) or secrets.randbits(32)
+    print(f"seed {seed}: GRAPHPOOL_CHAOS_SEED={seed} floods with the same arrivals again")
+    return random.Random(seed)
+
+
+async def goodput_at(pool: ChaosPool, factor: float, rng: random.Random, seconds: float = SECONDS) -> float:
+    """Also checks what becomes of those that were not answered."""
+    result = await flood(
+        pool.routers[0].address, factor * CAPACITY, seconds, rng=rng, max_tokens=TOKENS, timeout_s=DEADLINE_S
+    )
+    print(f"{factor:.1f}x {result.describe()}")
+    assert set(result.codes) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
+    rejects = result.of(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert all(50 <= one.pushback_ms <= 6000 for one in rejects)
+    if rejects:
+        assert result.reject_ms(0.5) <= MAX_REJECT_P50_MS
+        assert result.reject_ms(0.99) <= MAX_REJECT_P99_MS
+    # Hardly anything is taken on only to miss its deadline.
+    late = len(result.of(grpc.StatusCode.DEADLINE_EXCEEDED))
+    assert late <= 0.1 * len(result.outcomes) + 5
+    return result.goodput
+
+
+@pytest.mark.slow
+async def test_goodput_holds_under_overload_and_comes_back_at_once(rng: random.Random) -> None:
+    metrics_address = f"127.0.0.1:{free_port()}"
+    async with chaos_pool(2, router={"metrics_listen": metrics_address}, max_rows=MAX_ROWS, step_s=STEP_S) as pool:
+        await goodput_at(pool, 0.5, rng, 2.0)  # the router learns how long answers are
+        peak = max([await goodput_at(pool, factor, rng) for factor in (1.0, 1.3)])
+        for factor in (2.0, 5.0, 10.0):
+            assert await goodput_at(pool, factor, rng) >= MIN_GOODPUT * peak
+        after = await flood(
+            pool.routers[0].address, 0.4 * CAPACITY, RECOVERY_S + 3, rng=rng, max_tokens=TOKENS, timeout_s=DEADLINE_S
+        )
+        print(f"after it {after.describe()}, recovered after {after.recovered_s(1.0):.1f} s")
+        assert after.recovered_s(1.0) <= RECOVERY_S
+        metrics = await scrape(metrics_address)
+        placed, repeated = (metrics.value(f"{name}_total") for name in ("placements", "repeated_placements"))
+        print(f"placements {placed:.0f}, repeated {repeated:.0f}")
+        assert repeated <= 0.1 * (placed - repeated)
+        assert metrics.value("breaker_trips_total") == 0
+        async with asyncio.timeout(5):
+            while any(load.load.running + load.load.waiting for load in (await pool.loads()).values()):
+                await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow
+async def test_under_overload_critical_requests_are_answered_and_sheddable_ones_are_shed(rng: random.Random) -> None:
+    async with chaos_pool(2, max_rows=MAX_ROWS, step_s=STEP_S) as pool:
+        await goodput_at(pool, 0.5, rng, 2.0)
+        # A tenth of five times the capacity is critical: half of what the pool can do.
+        result = await flood(
+            pool.routers[0].address,
+            5 * CAPACITY,
+            SECONDS,
+            rng=rng,
+            max_tokens=TOKENS,
+            timeout_s=DEADLINE_S,
+            criticality=lambda: "critical" if rng.random() < 0.1 else "sheddable",
+        )
+    print(result.describe())
+    print({one: round(result.share_answered(one), 4) for one in ("critical", "sheddable")})
+    assert result.share_answered("critical") >= (0.999 if LONG_S else 0.9)
+    assert result.share_answered("sheddable") < 0.5
