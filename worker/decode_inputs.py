@@ -37,6 +37,9 @@ class DecodeViews:
     """Chosen by the last step, row by row; the places after all rows are for the tokens of a prefill."""
     rows: torch.Tensor
     """0, 1, 2, ..."""
+    logits: torch.Tensor | None = None
+    """[rows, vocab] float32: where the step should leave its logits; None = in memory of its own. A step that leaves
+    them elsewhere is right too, at the price of a copy."""
 
 
 class DecodeInputs:

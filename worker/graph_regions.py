@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,8 +13,11 @@ from worker.decode_step import decode_step
 from worker.graph_draws import DecodeDraw, PackedDraw, PrefillDraw
 from worker.graphs.key import GraphKey
 from worker.graphs.region import CaptureRegion, DrawInputs, module_tables
-from worker.inputs import PrefillInputs
+from worker.inputs import MAX_PACKED, PrefillInputs
 from worker.kv_cache import KVCache
+from worker.sample_draw import SampleDraw
+from worker.sampler import Sampled
+from worker.sampling_stage import SamplingStage
 from worker.step_kernels import Outputs, StepKernels
 from worker.tiers import TierTable
 
@@ -37,6 +41,7 @@ class GraphRegions:
         *,
         decode_inputs: DecodeInputs,
         prefill_inputs: PrefillInputs,
+        sampling: SamplingStage,
         scratch_blocks: Sequence[int],
     ) -> None:
         self.model = model
@@ -45,19 +50,26 @@ class GraphRegions:
         self.tiers = tiers
         self.decode_inputs = decode_inputs
         self.prefill_inputs = prefill_inputs
+        self.sampling = sampling
+        rows, vocab = max(decode_inputs.max_batch, MAX_PACKED), model.shape.vocab_size
+        self.logits = torch.empty(rows, vocab, dtype=torch.float32, device=kv_cache.storage.device)
+        """Where every graph of a step leaves its logits, for the graph that samples."""
         self.scratch_blocks = scratch_blocks
         """Blocks that no sequence owns; self-checks read and write them."""
 
     def __call__(self, key: GraphKey) -> CaptureRegion:
         """The region of `key`."""
+        if key.phase == "sample":
+            return self._sample(key)
         return self._decode(key) if key.phase == "decode" else self._prefill(key)
 
     def _decode(self, key: GraphKey) -> CaptureRegion:
         views = self.decode_inputs.views(key.bucket, self.tiers.num_blocks(key.tier))
+        views = replace(views, logits=self.logits[: key.bucket])
 
         @torch.inference_mode()
         def run() -> Outputs:
-            return decode_step(self.model, self.kernels, views)
+            return self._left(decode_step(self.model, self.kernels, views))
 
         inputs = {"token_ids": views.token_ids, "live": views.live, "block_tables": views.block_tables}
         moving = {"positions": views.positions, "sources": views.sources, "last_tokens": views.last_tokens}
@@ -72,11 +84,36 @@ class GraphRegions:
         def run() -> Outputs:
             attend = self._prefill_attention(key, inputs)
             logits = self.model.compute(inputs["token_ids"], inputs["positions"], attend, sampled)
-            return self.kernels.greedy(logits)
+            return self._left(self.kernels.greedy(logits))
 
         made = PackedDraw if key.variant == PACKED else PrefillDraw
         draw = made(self.prefill_inputs, self.kv_cache, self.scratch_blocks, key, self.model.shape.vocab_size)
         return self._region(run, inputs, draw)
+
+    def _sample(self, key: GraphKey) -> CaptureRegion:
+        table = self.sampling.table
+        views = table.views(key.bucket)
+
+        @torch.inference_mode()
+        def run() -> Sampled:
+            return self.sampling.record(self.logits, key.bucket)
+
+        tables = {name: getattr(views, name) for name in ("allowed", "banned", "bias_ids", "bias")}
+        return CaptureRegion(
+            run=run,
+            inputs={"logits": self.logits, "places": views.places, "real": views.real, **tables},
+            state={"whole": views.whole, "last_tokens": views.last_tokens},
+            scratch={"counts": views.counts},
+            draw=SampleDraw(table, self.logits, key),
+        )
+
+    def _left(self, outputs: Outputs) -> Outputs:
+        """The outputs, with the logits where the graph that samples finds them."""
+        logits, packed = outputs
+        place = self.logits[: len(logits)]
+        if logits.data_ptr() != place.data_ptr():
+            place.copy_(logits)
+        return place, packed
 
     def _prefill_attention(self, key: GraphKey, inputs: Mapping[str, torch.Tensor]) -> StepAttention:
         if key.variant == FRESH:
@@ -115,6 +152,6 @@ class GraphRegions:
             inputs=inputs,
             constants=(*module_tables(self.model.module), ("", constants or {})),
             state=state or {},
-            scratch={"kv": self.kv_cache.storage},
+            scratch={"kv": self.kv_cache.storage, "logits": self.logits},
             draw=draw,
         )

@@ -10,7 +10,7 @@ import torch
 
 from worker.batch import Batch
 from worker.block_pool import PADDING_BLOCK, BlockPool
-from worker.chooser import needs_logits
+from worker.chooser import StepOutput
 from worker.graph_draws import CHECKED_ROWS, HISTORY_BLOCKS
 from worker.graph_memory import StepMemory
 from worker.graph_regions import CHUNK, FRESH, PACKED, GraphRegions
@@ -25,8 +25,10 @@ from worker.graphs.session import CaptureSession, SessionOptions
 from worker.inputs import MAX_PACKED
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness, GraphSnapshot, GraphUse
-from worker.pending import PendingStep
+from worker.pending import DoneStep, PendingStep
 from worker.runner import EagerRunner
+from worker.sampler import Sampled
+from worker.sampling_table import SampledRow
 from worker.step_kernels import TorchKernels
 from worker.tiers import BucketTable, TierTable
 
@@ -74,13 +76,14 @@ class GraphRunner:
         self.kv_cache: KVCache = eager.kv_cache
         self.dispatcher = Dispatcher()
         scratch = pool.reserve(num_scratch_blocks(buckets, prefill_buckets, self.kv_cache.block_size))
-        regions = GraphRegions(
+        self.regions = GraphRegions(
             eager.model,
             self.kv_cache,
             eager.kernels,
             eager.tiers,
             decode_inputs=eager.decode_inputs,
             prefill_inputs=eager.prefill_inputs,
+            sampling=eager.sampling,
             scratch_blocks=scratch,
         )
         self.graph_pool = GraphPool(backend, use_pool=options.use_pool, max_bytes=options.max_bytes)
@@ -94,7 +97,7 @@ class GraphRunner:
         keys = worker_keys(eager.tiers, buckets, prefill_buckets, can_pack=eager.kernels.can_pack)
         self.session = CaptureSession(
             plan_captures(keys, size_of=memory.graph_bytes),
-            regions,
+            self.regions,
             pool=self.graph_pool,
             dispatcher=self.dispatcher,
             options=SessionOptions(two_pass=options.two_pass),
@@ -153,17 +156,29 @@ class GraphRunner:
             return self.eager.launch(batch)
         inputs = self.eager.decode_inputs if batch.phase == "decode" else self.eager.prefill_inputs
         inputs.fill(batch, found.bucket)
-        lease = self.session.graphs[found].replay()
-        if needs_logits(batch.sampling):
-            logits, packed = lease.clone()
-            return self.eager.choose(batch, logits, packed, "graph")
-        with lease as (logits, packed):
-            return self.eager.choose(batch, logits, packed, "graph")
+        with self.session.graphs[found].replay() as (_, packed):
+            letter = self.eager.open_letter(batch, packed)
+        if letter is None:
+            return DoneStep(StepOutput([], [], [], "graph"))
+        rows = self.eager.sampling.rows_of(batch)
+        if rows:
+            letter.overlay(rows, self._sample(rows))
+        return letter.send("graph")
+
+    def _sample(self, rows: tuple[SampledRow, ...]) -> Sampled:
+        """The tokens of `rows`, from the logits that the graph of the step has left."""
+        found = self.dispatcher.find("sample", 0, len(rows))
+        if isinstance(found, Miss):  # misses are counted by steps, and this one's model ran from its graph
+            return self.eager.sampling(self.regions.logits, rows)
+        self.dispatcher.dispatch("sample", 0, len(rows))
+        self.eager.sampling.table.fill(rows, found.bucket)
+        return self.session.graphs[found].replay().outputs  # type: ignore[no-any-return]
 
     def _make_inert(self) -> None:
         """Warm-up and capture run over the static inputs: what the last step left in them must not be written again."""
         self.eager.decode_inputs.make_inert()
         self.eager.prefill_inputs.make_inert()
+        self.eager.sampling.table.make_inert()
         self.kv_cache.scrub([PADDING_BLOCK])
 
     def _find(self, batch: Batch) -> GraphKey | Miss:
@@ -184,10 +199,11 @@ class GraphRunner:
 def worker_keys(
     tiers: TierTable, buckets: BucketTable, prefill_buckets: BucketTable, *, can_pack: bool = True
 ) -> list[GraphKey]:
-    """Every shape worth a graph: decode in each tier and bucket; prompts from the start, alone and several; later parts.
+    """Every shape worth a graph: decode in each tier and bucket; prompts from the start, alone and several; later parts;
+    sampling.
 
     A later part follows a cached block or a chunk, so in each tier it is at most a block shorter than the tier. Very
-    small prefill buckets are left to larger ones.
+    small prefill buckets are left to larger ones, and every other one of sampling, where padding costs next to nothing.
     """
     decode = [GraphKey("decode", tier, bucket) for tier in tiers.lengths for bucket in buckets.sizes]
     sizes = [size for size in prefill_buckets.sizes if size >= min(16, prefill_buckets.largest)]
@@ -201,7 +217,12 @@ def worker_keys(
         for size, smaller in zip(sizes, [0, *sizes], strict=False)
         if smaller < tier - tiers.block_size
     ]
-    return decode + fresh + (packed if can_pack else []) + later
+    sample = [
+        GraphKey("sample", 0, size)
+        for place, size in enumerate(buckets.sizes)
+        if place % 2 == 0 or size == buckets.largest
+    ]
+    return decode + fresh + (packed if can_pack else []) + later + sample
 
 
 def num_scratch_blocks(buckets: BucketTable, prefill_buckets: BucketTable, block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Fills the static input buffers from a batch: a prefill's tokens, and the sampler's numbers."""
+"""Fills the static input buffers of a prefill from a batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from worker.batch import Batch, Segment
+from worker.batch import Batch
 from worker.block_pool import PADDING_BLOCK
-from worker.rng import uniforms
 from worker.staging import HostArrays, Staging
 
 MAX_PACKED = 32
@@ -70,30 +69,3 @@ def write_packing(host: HostArrays, counts: Sequence[int], bucket: int) -> None:
     host["offsets"][len(counts) + 1 :] = bucket
     host["lasts"][: len(counts)] = ends - 1
     host["lasts"][len(counts) :] = 0
-
-
-class SamplingInputs:
-    """The sampler's numbers, one row a sampled token; padding rows are greedy."""
-
-    def __init__(self, *, max_batch: int, device: torch.device) -> None:
-        real, whole = ((max_batch,), torch.float32), ((max_batch,), torch.int64)
-        self.staging = Staging(
-            {"temperature": real, "top_p": real, "min_p": real, "uniform": real, "top_k": whole}, device
-        )
-
-    def fill(self, segments: Sequence[Segment], bucket: int) -> None:
-        """Write one row for each of `segments`, neutral values up to `bucket`, and upload."""
-        host, count = self.staging.writable(), len(segments)
-        params = [segment.sequence.request.sampling for segment in segments]
-        host["temperature"][:count] = [0.0 if p.is_greedy else p.temperature for p in params]
-        host["top_p"][:count] = [p.top_p for p in params]
-        host["min_p"][:count] = [p.min_p for p in params]
-        host["top_k"][:count] = [max(p.top_k, 0) for p in params]
-        host["uniform"][:count] = uniforms(
-            np.array([p.seed for p in params], dtype=np.int64),
-            np.array([segment.sequence.index for segment in segments], dtype=np.int64),
-            np.array([segment.sequence.num_generated for segment in segments], dtype=np.int64),
-        )
-        for name, value in (("temperature", 0), ("top_p", 1), ("min_p", 0), ("top_k", 0), ("uniform", 0)):
-            host[name][count:bucket] = value
-        self.staging.upload()

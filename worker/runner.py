@@ -10,13 +10,14 @@ import torch
 from worker.attention.prefill import PrefillSegment
 from worker.batch import Batch
 from worker.causal_lm import CausalLM
-from worker.chooser import StepOutput, TokenChooser, needs_logits
+from worker.chooser import StepOutput
 from worker.decode_inputs import DecodeInputs
 from worker.decode_step import decode_step
 from worker.inputs import MAX_PACKED, PrefillInputs
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness, GraphSnapshot
-from worker.pending import DoneStep, PendingStep, TokenMailbox
+from worker.pending import DoneStep, Letter, PendingStep, TokenMailbox
+from worker.sampling_stage import SamplingStage
 from worker.step_kernels import StepKernels, TorchKernels
 from worker.tiers import TierTable
 
@@ -85,7 +86,13 @@ class EagerRunner:
             max_tokens=prefill_chunk, max_blocks=max_blocks, block_size=block_size, device=device
         )
         max_rows = max(max_batch, self.max_prefill_segments)
-        self.chooser = TokenChooser(max_rows=max_rows, eos_token_ids=eos_token_ids, device=device)
+        self.sampling = SamplingStage(
+            self.kernels,
+            max_rows=max_batch,
+            vocab_size=model.shape.vocab_size,
+            eos_token_ids=eos_token_ids,
+            last_tokens=self.decode_inputs.last_tokens,
+        )
         self.mailbox = TokenMailbox(max_rows=max_rows, depth=MAILBOX_DEPTH, device=device)
 
     @property
@@ -97,9 +104,9 @@ class EagerRunner:
         """See Runner: there are none."""
         return GraphSnapshot()
 
-    def can_overlap(self, batch: Batch) -> bool:
-        """See Runner: decode takes its tokens from the device; prefill needs none that are in flight."""
-        return not needs_logits(batch.sampling)
+    def can_overlap(self, batch: Batch) -> bool:  # noqa: ARG002
+        """See Runner: decode and sampling take what they need from the device; prefill needs no token in flight."""
+        return True
 
     @property
     def num_to_prepare(self) -> int:
@@ -117,15 +124,25 @@ class EagerRunner:
         return self.choose(batch, logits, packed, "eager")
 
     def choose(self, batch: Batch, logits: torch.Tensor, packed: torch.Tensor, runner: str) -> PendingStep:
-        """Tokens of a step from its outputs: the greedy ones as they are, or chosen from the logits, which may change."""
-        segments = batch.sampling
-        if not segments:
+        """Tokens of a step from its outputs: the greedy ones as they are, the others chosen from the logits."""
+        letter = self.open_letter(batch, packed)
+        if letter is None:
             return DoneStep(StepOutput([], [], [], runner))
-        if needs_logits(segments):
-            return DoneStep(self.chooser.choose(logits, segments, runner))
-        if batch.phase == "prefill" and len(segments) <= MAX_PACKED:
-            self.decode_inputs.note_prefill([segment.sequence for segment in segments], packed[:, 0])
-        return self.mailbox.send(packed, len(segments), runner)
+        rows = self.sampling.rows_of(batch)
+        if rows:
+            letter.overlay(rows, self.sampling(logits, rows))
+        return letter.send(runner)
+
+    def open_letter(self, batch: Batch, packed: torch.Tensor) -> Letter | None:
+        """Send the likeliest tokens on their way, to the host and to the next step; None when there are none."""
+        count = len(batch.sampling)
+        if not count:
+            return None
+        if batch.phase == "prefill" and count <= MAX_PACKED:
+            self.decode_inputs.note_prefill([segment.sequence for segment in batch.sampling], packed[:, 0])
+        elif batch.phase == "prefill":
+            self.decode_inputs.last_tokens[:count].copy_(packed[:count, 0])
+        return self.mailbox.open(packed, count)
 
     def _decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self.decode_inputs.fill(batch, batch.bucket)

@@ -174,6 +174,7 @@ class SamplingTable:
         self.bias_ids = torch.zeros(max_rows + 1, MAX_LOGIT_BIAS, dtype=torch.int32, device=device)
         self.bias = torch.zeros(max_rows + 1, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
         self._seats: dict[Sequence, int] = {}
+        self._free = list(reversed(range(max_rows)))
         self._positions: npt.NDArray[np.int64] = np.zeros(max_rows + 1, dtype=np.int64)
         """Of each seat once the steps launched so far have run."""
         self._last: tuple[SampledRow, ...] = ()
@@ -204,6 +205,7 @@ class SamplingTable:
     def forget(self) -> None:
         """Nothing in the tables counts any more: every sequence sits down again, with what the host knows of it."""
         self._seats, self._last, self._bucket = {}, (), 0
+        self._free = list(reversed(range(self.max_rows)))
 
     def fill(self, rows: tuple[SampledRow, ...], bucket: int) -> Need:
         """Seat `rows`, pad up to `bucket` rows, and upload what the device does not have; returns what they need at most.
@@ -211,7 +213,8 @@ class SamplingTable:
         A sequence with a token in flight must be in the seat it had.
         """
         needs = [needs_of(row.sequence) for row in rows]
-        moved = [self._sit(row.sequence, rows) for row in rows]
+        present = dict.fromkeys(row.sequence for row in rows)
+        moved = [self._sit(sequence, present) for sequence in present]
         is_as_left = bucket == self._bucket and rows == self._last and not any(moved)
         if not is_as_left:
             self._write_places(rows, bucket)
@@ -230,20 +233,20 @@ class SamplingTable:
         for number, row in enumerate(rows):
             host["places"][number] = (row.logits, row.token, self._seats[row.sequence])
 
-    def _sit(self, sequence: Sequence, rows: tuple[SampledRow, ...]) -> bool:
+    def _sit(self, sequence: Sequence, present: Collection[Sequence]) -> bool:
         """Whether the sequence's seat had to be written."""
         seat = self._seats.get(sequence)
         if seat is not None and self._positions[seat] == position_of(sequence):
             return False
         assert not sequence.num_in_flight, "only the device knows the last token, and its seat is gone"
         if seat is None:
-            seat = self._seats[sequence] = self._free_seat({row.sequence for row in rows})
+            seat = self._seats[sequence] = self._free_seat(present)
         self._write_seat(seat, sequence)
         return True
 
     def _free_seat(self, present: Collection[Sequence]) -> int:
-        if len(self._seats) < self.max_rows:
-            return next(seat for seat in range(self.max_rows) if seat not in self._seats.values())
+        if self._free:
+            return self._free.pop()
         gone = next(
             sequence
             for sequence in self._seats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Phase = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode", "sample"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -16,7 +16,7 @@ class GraphKey:
     tier: int
     """Sequence-length class, in tokens; 0 where the length does not matter."""
     bucket: int
-    """Rows of the batch (decode) or tokens of the chunk (prefill)."""
+    """Rows of the batch (decode, sample) or tokens of the chunk (prefill)."""
     variant: str = "default"
     """Everything else that is baked in: greedy or sampling, deterministic or fast, ..."""
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from worker import mass, sampling_table
+from worker.rng import UNIFORM_BITS
 from worker.sampling import MAX_LOGIT_BIAS
 from worker.sampling_table import Need, Place, Real, Whole
 
@@ -43,7 +44,7 @@ _FREQUENCY = tl.constexpr(int(Real.FREQUENCY))
 
 MAX_COUNT = tl.constexpr(sampling_table.MAX_COUNT)
 LOG2_E = tl.constexpr(sampling_table.LOG2_E)
-FRACTION_BITS = tl.constexpr(mass.UNIFORM_BITS)
+FRACTION_BITS = tl.constexpr(UNIFORM_BITS)
 FRACTION_ONE = tl.constexpr(mass.FRACTION_ONE)
 NO_KEY = tl.constexpr(-9223372036854775807)
 """Below every key of a token."""

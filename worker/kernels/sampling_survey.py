@@ -90,11 +90,10 @@ def survey(
         wait_for_previous()
     seat = tl.load(places + row * PLACES + SEAT)
     needs = tl.load(whole + seat * WHOLE).to(tl.int32)
-    if (needs & CUT) != 0:
-        if block == 0:
-            tl.store(histogram + row * _BINS + tl.arange(0, _BINS), tl.zeros((_BINS,), tl.int32))
-            tl.store(listed + row, 0)
-            tl.store(above + row, tl.zeros((), tl.int64))
+    if (needs & CUT) != 0 and block == 0:
+        tl.store(histogram + row * _BINS + tl.arange(0, _BINS), tl.zeros((_BINS,), tl.int32))
+        tl.store(listed + row, 0)
+        tl.store(above + row, tl.zeros((), tl.int64))
     if (needs & (EDITS | LOGPROBS)) == 0:
         return
     line = logits + tl.load(places + row * PLACES) * vocab

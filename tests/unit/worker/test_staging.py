@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from worker.batch import Batch, Segment
-from worker.inputs import PrefillInputs, SamplingInputs
+from worker.inputs import PrefillInputs
 from worker.request import GenerateRequest
 from worker.sampling import SamplingParams
 from worker.sequence import Sequence
@@ -44,26 +43,3 @@ def test_prefill_tokens_lie_segment_after_segment_in_their_own_blocks() -> None:
     assert device["token_ids"] == [10, 11, 12, 13, 14, 15, 25, 26, 27, 28]
     assert device["positions"] == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8]
     assert device["slots"] == [8, 9, 10, 11, 20, 21, 29, 30, 31, 12]
-
-
-def test_sampling_rows_past_the_batch_are_neutral() -> None:
-    inputs = SamplingInputs(max_batch=4, device=CPU)
-    hot = Segment(sequence([1], [1], 0, temperature=2.0, top_k=5, top_p=0.5, min_p=0.1), 0, 1)
-    inputs.fill([hot, hot, hot], 4)
-    inputs.fill([hot], 4)
-    device = inputs.staging.device
-    assert device["temperature"].tolist() == [2.0, 0.0, 0.0, 0.0]
-    assert device["top_k"].tolist() == [5, 0, 0, 0]
-    np.testing.assert_allclose(device["top_p"].numpy(), [0.5, 1, 1, 1])
-    assert device["uniform"].tolist()[1:] == [0.0, 0.0, 0.0]
-
-
-def test_the_random_number_depends_on_seed_choice_and_place_alone() -> None:
-    inputs = SamplingInputs(max_batch=4, device=CPU)
-    one = Segment(sequence([1, 2, 3], [1], 2, seed=7), 2, 1)
-    other = Segment(sequence([9, 9, 9, 9], [1], 3, seed=8), 3, 1)
-    inputs.fill([one, other], 2)
-    together = inputs.staging.device["uniform"].tolist()
-    inputs.fill([one], 1)
-    assert inputs.staging.device["uniform"].tolist()[0] == together[0]
-    assert together[0] != together[1]

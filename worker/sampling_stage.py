@@ -1,0 +1,67 @@
+"""The stage after the model: tokens that take more than the likeliest of the bare logits, chosen on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+
+from worker.batch import Batch
+from worker.inputs import MAX_PACKED
+from worker.kernels.device import has_triton
+from worker.sampler import Sampled, sample
+from worker.sampling_table import ALL_NEEDS, Need, SampledRow, SamplingTable, SamplingViews, needs_of
+from worker.step_kernels import StepKernels, TorchKernels
+
+Sample = Callable[[torch.Tensor, SamplingViews, Need], Sampled]
+
+
+class SamplingStage:
+    """Follows a step over its logits, on the same stream. Rows that only take their likeliest token are no part of it.
+
+    It puts each row's token where the step has left the likeliest one, so the next step can start from it unread.
+    """
+
+    def __init__(
+        self,
+        kernels: StepKernels,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        last_tokens: torch.Tensor,
+    ) -> None:
+        self.table = SamplingTable(
+            max_rows=max_rows, vocab_size=vocab_size, eos_token_ids=eos_token_ids, last_tokens=last_tokens
+        )
+        self._fused = _fused_sample(kernels, last_tokens.device)
+
+    def rows_of(self, batch: Batch) -> tuple[SampledRow, ...]:
+        """The rows of `batch` that it serves. The tokens of a prefill lie past those of decode rows, see DecodeInputs."""
+        segments = batch.sampling
+        first = self.table.max_rows if batch.phase == "prefill" and len(segments) <= MAX_PACKED else 0
+        return tuple(
+            SampledRow(segment.sequence, row, first + row)
+            for row, segment in enumerate(segments)
+            if needs_of(segment.sequence)
+        )
+
+    def __call__(self, logits: torch.Tensor, rows: tuple[SampledRow, ...]) -> Sampled:
+        """Choose the tokens of `rows`, operation by operation."""
+        needs, views = self.table.fill(rows, len(rows)), self.table.views(len(rows))
+        if self._fused is not None:
+            return self._fused(logits, views, needs)
+        return sample(logits, views, needs, is_static=False)
+
+    def record(self, logits: torch.Tensor, bucket: int) -> Sampled:
+        """What a graph records: choose for the first `bucket` rows of the table, whatever they need."""
+        views = self.table.views(bucket)
+        return sample(logits, views) if self._fused is None else self._fused(logits, views, ALL_NEEDS)
+
+
+def _fused_sample(kernels: StepKernels, device: torch.device) -> Sample | None:
+    if type(kernels) is TorchKernels or device.type != "cuda" or not has_triton():
+        return None
+    from worker.kernels.sample import sample as fused  # triton takes a second to import
+
+    return fused
