@@ -104,12 +104,15 @@ def open_link_channel(
     return channel
 
 
-def client_options(config: ClientConfig) -> Options:
-    """Options of a client's channel, retries included: gRPC itself repeats a call until its first message arrives."""
+def client_options(config: ClientConfig, *, is_alone: bool = True) -> Options:
+    """Options of a client's channel, retries included: gRPC itself repeats a call until its first message arrives.
+
+    Where another server can be asked instead, one that is gone is not asked again first.
+    """
     return [
         *_common(config.keepalive, MESSAGE_BYTES),
         ("grpc.enable_retries", 1 if config.max_attempts > 1 else 0),
-        ("grpc.service_config", json.dumps(_service_config(config))),
+        ("grpc.service_config", json.dumps(_service_config(config, is_alone=is_alone))),
     ]
 
 
@@ -121,7 +124,7 @@ def offer_reflection(
         reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), server)
 
 
-def _service_config(config: ClientConfig) -> dict[str, object]:
+def _service_config(config: ClientConfig, *, is_alone: bool) -> dict[str, object]:
     services = ("graphpool.v1.GenerationService", "graphpool.v1.ControlService")
     method: dict[str, object] = {"name": [{"service": service} for service in services]}
     if config.max_attempts > 1:
@@ -130,7 +133,7 @@ def _service_config(config: ClientConfig) -> dict[str, object]:
             "initialBackoff": f"{config.backoff_min_s:.3f}s",
             "maxBackoff": f"{config.backoff_max_s:.3f}s",
             "backoffMultiplier": 2,
-            "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+            "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"] if is_alone else ["RESOURCE_EXHAUSTED"],
         }
     return {"methodConfig": [method], "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.1}}
 

@@ -49,6 +49,8 @@ class Answer:
     usage: generation_pb2.Usage | None
     timings: generation_pb2.Timings | None
     execution: generation_pb2.Execution | None
+    seed: int | None = None
+    """With the first piece: the seed in use, given or drawn."""
 
     @property
     def text(self) -> str:
@@ -83,6 +85,7 @@ def answer_of(response: generation_pb2.GenerateResponse | generation_pb2.ChatRes
         usage=response.usage if response.HasField("usage") else None,
         timings=response.timings if response.HasField("timings") else None,
         execution=response.execution if response.HasField("execution") else None,
+        seed=response.seed if response.HasField("seed") else None,
     )
 
 

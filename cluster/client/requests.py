@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict, Unpack
 
 from cluster.codec import sampling_to_proto
 from protos import generation_pb2
@@ -39,11 +39,20 @@ class SamplingOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None
 
 
+class CacheArguments(TypedDict, total=False):
+    """What a request may say of the prefix cache. Absent or None = the server's default."""
+
+    use_prefix_cache: bool | None
+    cache_salt: str | None
+
+
 def generate_request(
-    prompt: Prompt, *, model: str, request_id: str, sampling: SamplingOptions
+    prompt: Prompt, *, model: str, request_id: str, sampling: SamplingOptions, **cache: Unpack[CacheArguments]
 ) -> generation_pb2.GenerateRequest:
     """Raises InvalidRequest for values no message can hold; everything else is the server's to judge."""
-    request = generation_pb2.GenerateRequest(request_id=request_id, model=model, sampling=sampling_to_proto(sampling))
+    request = generation_pb2.GenerateRequest(
+        request_id=request_id, model=model, sampling=sampling_to_proto(sampling), **_given(cache)
+    )
     if isinstance(prompt, str):
         request.text = _text(prompt)
     else:
@@ -52,7 +61,12 @@ def generate_request(
 
 
 def chat_request(
-    messages: Iterable[Message], *, model: str, request_id: str, sampling: SamplingOptions
+    messages: Iterable[Message],
+    *,
+    model: str,
+    request_id: str,
+    sampling: SamplingOptions,
+    **cache: Unpack[CacheArguments],
 ) -> generation_pb2.ChatRequest:
     """Raises InvalidRequest for values no message can hold."""
     return generation_pb2.ChatRequest(
@@ -60,6 +74,7 @@ def chat_request(
         model=model,
         messages=_chat_messages(messages),
         sampling=sampling_to_proto(sampling),
+        **_given(cache),
     )
 
 
@@ -85,6 +100,17 @@ def detokenize_request(
     )
 
 
+def _given(cache: CacheArguments) -> dict[str, Any]:
+    """Raises InvalidRequest for values of another type."""
+    given = {name: value for name, value in cache.items() if value is not None}
+    for name, kind in (("use_prefix_cache", bool), ("cache_salt", str)):
+        if not isinstance(given.get(name, kind()), kind):
+            raise InvalidRequest(name, f"cannot be {type(given[name]).__name__}")
+    if "cache_salt" in given:
+        _unicode("cache_salt", str(given["cache_salt"]))
+    return given
+
+
 def _chat_messages(messages: Iterable[Message]) -> list[generation_pb2.ChatMessage]:
     """A conversation on the wire. Raises InvalidRequest naming the message that is none."""
     return [_chat_message(position, message) for position, message in enumerate(messages)]
@@ -92,8 +118,12 @@ def _chat_messages(messages: Iterable[Message]) -> list[generation_pb2.ChatMessa
 
 def _text(text: str) -> str:
     """Raises InvalidRequest for half of a surrogate pair, which an argument that is not UTF-8 is made of."""
+    return _unicode("text", text)
+
+
+def _unicode(field: str, text: str) -> str:
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise InvalidRequest("text", "is not valid Unicode text")
+        raise InvalidRequest(field, "is not valid Unicode text")
     return text
 
 

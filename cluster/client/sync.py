@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
 from cluster.client.answers import Answer, PoolStatus, answer_of
+from cluster.client.endpoints import Endpoint, Endpoints, addresses_of
 from cluster.client.errors import call_error
+from cluster.client.failover import Failover, Progress
 from cluster.client.requests import (
+    CacheArguments,
     Message,
     Prompt,
     SamplingOptions,
@@ -22,7 +26,7 @@ from cluster.client.requests import (
 from cluster.config import ClientConfig
 from cluster.security.channel import open_channel
 from cluster.transport import client_options
-from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc
+from protos import control_pb2
 
 T = TypeVar("T")
 
@@ -30,21 +34,41 @@ T = TypeVar("T")
 class AnswerStream:
     """The pieces of one answer, as they come. Leaving its `with` block, or dropping it, ends the request."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, endpoints: Endpoints, progress: Progress, failover: Failover) -> None:
+        self._endpoints = endpoints
+        self._progress = progress
+        self._failover = failover
+        self._endpoint = endpoints.current
+        self._call = progress.call(self._endpoint, failover.timeout_s)
 
     def __iter__(self) -> Iterator[Answer]:
         return self
 
     def __next__(self) -> Answer:
-        try:
-            return answer_of(next(self._call))
-        except grpc.RpcError as error:
-            raise call_error(error) from error
+        while True:
+            try:
+                response = next(self._call)
+            except grpc.RpcError as error:
+                self._go_on(error)
+            else:
+                self._progress.note(response)
+                self._failover.note_progress()
+                return answer_of(response)
 
     def cancel(self) -> None:
         """End the request; the server frees what it holds."""
         self._call.cancel()
+
+    def _go_on(self, error: Any) -> None:
+        """Ask another server for the rest. Raises StopIteration when there is none, and what ends the answer."""
+        if self._progress.is_complete:
+            raise StopIteration
+        pause_s = self._failover.pause_s(error.code(), is_resuming=self._progress.has_begun)
+        if pause_s is None:
+            raise call_error(error) from error
+        self._endpoint = self._endpoints.leave(self._endpoint)
+        time.sleep(pause_s)
+        self._call = self._progress.call(self._endpoint, self._failover.timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -56,18 +80,27 @@ class AnswerStream:
 
 
 class GraphpoolClient:
-    """Calls one router or replica at `target` (host:port). Thread-safe; failed calls raise CallError.
+    """Calls one router or replica at `target` (host:port), or the first of several that answers. Thread-safe; failed calls raise CallError.
 
+    Several are given as `targets`, or separated by commas. An answer that breaks off because its router is gone goes on
+    through the next one, without a token lost or repeated; before its first message it is asked for again there.
     UNAVAILABLE and RESOURCE_EXHAUSTED are tried again, at the pace the server asks for, until the first message.
     `token` says who calls; without one GRAPHPOOL_TOKEN is looked at. Raises ValueError when it would travel in the clear.
     """
 
-    def __init__(self, target: str, config: ClientConfig | None = None, *, token: str | None = None) -> None:
+    def __init__(
+        self,
+        target: str = "",
+        config: ClientConfig | None = None,
+        *,
+        targets: Sequence[str] = (),
+        token: str | None = None,
+    ) -> None:
         self._config = config or ClientConfig()
-        options = client_options(self._config)
-        self._channel = open_channel(target, self._config.security, options, token)
-        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._control = control_pb2_grpc.ControlServiceStub(self._channel)
+        addresses = addresses_of(target, targets)
+        options = client_options(self._config, is_alone=len(addresses) == 1)
+        security = self._config.security
+        self._endpoints = Endpoints(addresses, lambda address: open_channel(address, security, options, token))
 
     def generate(
         self,
@@ -76,11 +109,14 @@ class GraphpoolClient:
         model: str = "",
         request_id: str = "",
         timeout_s: float | None = None,
+        use_prefix_cache: bool | None = None,
+        cache_salt: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """Continue a prompt; returns the whole answer."""
-        request = generate_request(prompt, model=model, request_id=request_id, sampling=sampling)
-        return answer_of(self._call(self._generation.Generate, request, timeout_s))
+        cache: CacheArguments = {"use_prefix_cache": use_prefix_cache, "cache_salt": cache_salt}
+        request = generate_request(prompt, model=model, request_id=request_id, sampling=sampling, **cache)
+        return answer_of(self._call(lambda one: one.generation.Generate, request, timeout_s))
 
     def stream(
         self,
@@ -89,11 +125,14 @@ class GraphpoolClient:
         model: str = "",
         request_id: str = "",
         timeout_s: float | None = None,
+        use_prefix_cache: bool | None = None,
+        cache_salt: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
         """Continue a prompt; the answer comes in pieces."""
-        request = generate_request(prompt, model=model, request_id=request_id, sampling=sampling)
-        return AnswerStream(self._generation.GenerateStream(request, timeout=self._timeout(timeout_s)))
+        cache: CacheArguments = {"use_prefix_cache": use_prefix_cache, "cache_salt": cache_salt}
+        request = generate_request(prompt, model=model, request_id=request_id, sampling=sampling, **cache)
+        return AnswerStream(self._endpoints, Progress(request), self._failover(timeout_s))
 
     def chat(
         self,
@@ -102,11 +141,14 @@ class GraphpoolClient:
         model: str = "",
         request_id: str = "",
         timeout_s: float | None = None,
+        use_prefix_cache: bool | None = None,
+        cache_salt: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """Answer a conversation; returns the whole answer."""
-        request = chat_request(messages, model=model, request_id=request_id, sampling=sampling)
-        return answer_of(self._call(self._generation.Chat, request, timeout_s))
+        cache: CacheArguments = {"use_prefix_cache": use_prefix_cache, "cache_salt": cache_salt}
+        request = chat_request(messages, model=model, request_id=request_id, sampling=sampling, **cache)
+        return answer_of(self._call(lambda one: one.generation.Chat, request, timeout_s))
 
     def chat_stream(
         self,
@@ -115,11 +157,14 @@ class GraphpoolClient:
         model: str = "",
         request_id: str = "",
         timeout_s: float | None = None,
+        use_prefix_cache: bool | None = None,
+        cache_salt: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
         """Answer a conversation; the answer comes in pieces."""
-        request = chat_request(messages, model=model, request_id=request_id, sampling=sampling)
-        return AnswerStream(self._generation.ChatStream(request, timeout=self._timeout(timeout_s)))
+        cache: CacheArguments = {"use_prefix_cache": use_prefix_cache, "cache_salt": cache_salt}
+        request = chat_request(messages, model=model, request_id=request_id, sampling=sampling, **cache)
+        return AnswerStream(self._endpoints, Progress(request), self._failover(timeout_s))
 
     def tokenize(
         self,
@@ -132,7 +177,7 @@ class GraphpoolClient:
     ) -> list[int]:
         """Token ids of a text, or of a conversation as the chat template renders it."""
         request = tokenize_request(text, messages, model=model, add_special_tokens=add_special_tokens)
-        return list(self._call(self._generation.Tokenize, request, timeout_s).token_ids)
+        return list(self._call(lambda one: one.generation.Tokenize, request, timeout_s).token_ids)
 
     def detokenize(
         self,
@@ -144,7 +189,7 @@ class GraphpoolClient:
     ) -> str:
         """Text of token ids."""
         request = detokenize_request(token_ids, model=model, skip_special_tokens=skip_special_tokens)
-        return self._call(self._generation.Detokenize, request, timeout_s).text
+        return self._call(lambda one: one.generation.Detokenize, request, timeout_s).text
 
     def status(self, *, timeout_s: float | None = None) -> PoolStatus:
         """The server and its replicas."""
@@ -152,29 +197,39 @@ class GraphpoolClient:
 
     def server_info(self, *, timeout_s: float | None = None) -> control_pb2.ServerInfo:
         """Who answers at the target."""
-        return self._call(self._control.GetServerInfo, control_pb2.GetServerInfoRequest(), timeout_s)
+        return self._call(lambda one: one.control.GetServerInfo, control_pb2.GetServerInfoRequest(), timeout_s)
 
     def model_info(self, model: str = "", *, timeout_s: float | None = None) -> control_pb2.ModelInfo:
         """The model that is served."""
-        return self._call(self._control.GetModelInfo, control_pb2.GetModelInfoRequest(model=model), timeout_s)
+        return self._call(lambda one: one.control.GetModelInfo, control_pb2.GetModelInfoRequest(model=model), timeout_s)
 
     def loads(self, *, timeout_s: float | None = None) -> Sequence[control_pb2.ReplicaLoad]:
         """Every replica the server knows, with its state and load."""
-        return list(self._call(self._control.GetLoads, control_pb2.GetLoadsRequest(), timeout_s).replicas)
+        return list(self._call(lambda one: one.control.GetLoads, control_pb2.GetLoadsRequest(), timeout_s).replicas)
 
     def drain(self, replica: str = "", *, grace_s: float, timeout_s: float | None = None) -> None:
         """Take no new requests and finish what is running; "" = the server itself. Returns when that is done."""
         request = control_pb2.DrainRequest(replica=replica, grace_s=grace_s)
-        self._call(self._control.Drain, request, timeout_s)
+        self._call(lambda one: one.control.Drain, request, timeout_s)
 
     def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """End a request early; False if there is none of that id."""
         request = control_pb2.AbortRequest(request_id=request_id)
-        return self._call(self._control.Abort, request, timeout_s).found
+        found = False
+        for endpoint in self._endpoints.all:
+            try:
+                reply = endpoint.control.Abort(request, timeout=self._timeout(timeout_s))
+            except grpc.RpcError as error:
+                if len(self._endpoints.all) == 1 or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise call_error(error) from error
+            else:
+                found = found or reply.found
+        return found
 
     def close(self) -> None:
         """Hang up; what is running ends."""
-        self._channel.close()
+        for endpoint in self._endpoints.all:
+            endpoint.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -184,11 +239,22 @@ class GraphpoolClient:
     ) -> None:
         self.close()
 
-    def _call(self, method: grpc.UnaryUnaryMultiCallable[Any, T], request: Any, timeout_s: float | None) -> T:
-        try:
-            return method(request, timeout=self._timeout(timeout_s))
-        except grpc.RpcError as error:
-            raise call_error(error) from error
+    def _call(
+        self, method: Callable[[Endpoint], grpc.UnaryUnaryMultiCallable[Any, T]], request: Any, timeout_s: float | None
+    ) -> T:
+        endpoint, failover = self._endpoints.current, self._failover(timeout_s)
+        while True:
+            try:
+                return method(endpoint)(request, timeout=failover.timeout_s)
+            except grpc.RpcError as error:
+                pause_s = failover.pause_s(error.code())
+                if pause_s is None:
+                    raise call_error(error) from error
+                endpoint = self._endpoints.leave(endpoint)
+                time.sleep(pause_s)
+
+    def _failover(self, timeout_s: float | None) -> Failover:
+        return Failover(len(self._endpoints.all), self._config, self._timeout(timeout_s))
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._config.timeout_s if timeout_s is None else timeout_s

@@ -54,7 +54,7 @@ def test_the_time_to_come_back_is_told(pushback: str, expected: float | None) ->
 def test_every_public_error_is_a_call_error() -> None:
     errors = [value for name in client.__all__ if isinstance(value := getattr(client, name), type)]
     kinds = [kind for kind in errors if issubclass(kind, Exception)]
-    assert len(kinds) == 10
+    assert len(kinds) == 12
     assert all(issubclass(kind, CallError) for kind in kinds)
 
 
