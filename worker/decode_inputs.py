@@ -41,6 +41,12 @@ class DecodeViews:
     """[rows, vocab] float32: where the step should leave its logits; None = in memory of its own. A step that leaves
     them elsewhere is right too, at the price of a copy."""
 
+    def logits_buffer(self, vocab_size: int) -> torch.Tensor:
+        """Memory for the step's logits, [rows, vocab] float32."""
+        if self.logits is not None:
+            return self.logits
+        return torch.empty(len(self.positions), vocab_size, dtype=torch.float32, device=self.positions.device)
+
 
 class DecodeInputs:
     """One row a sequence, in buffers that never move.

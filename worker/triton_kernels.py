@@ -89,4 +89,4 @@ class TritonKernels:
         state = RowState(
             last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
         )
-        return greedy(logits, state)
+        return greedy(logits, state, inputs.logits)

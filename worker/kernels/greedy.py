@@ -102,15 +102,18 @@ class RowState:
     """[rows]: becomes each row's own number; a negative source stands for the token in `token_ids`."""
 
 
-def greedy(logits: torch.Tensor, state: RowState | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [rows, vocab] in any float type, contiguous -> the same in float32, and [rows, 2] int64.
+def greedy(
+    logits: torch.Tensor, state: RowState | None = None, wide: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [rows, vocab] in any float type, contiguous -> the same in float32, in `wide` if given; and [rows, 2] int64.
 
     The pair is the token, and 1 where the largest logit is finite; a row with a NaN counts as not finite. With `state`,
     the rows are moved on to the chosen tokens.
     """
     rows, vocab = logits.shape
     num_blocks = triton.cdiv(vocab, _BLOCK)
-    wide = torch.empty_like(logits, dtype=torch.float32)
+    if wide is None:
+        wide = torch.empty_like(logits, dtype=torch.float32)
     best = torch.empty(rows, num_blocks, dtype=torch.int64, device=logits.device)
     options = launch_options(logits.device)
     _block_best[(rows, num_blocks)](logits, wide, best, vocab, num_blocks, BLOCK=_BLOCK, num_warps=4, **options)

@@ -91,7 +91,7 @@ class VectorStep:
             norm = Norm(weight=layer.post_attention_norm, eps=layer.eps)
             gemv_gated(x, layer.gate_up_weight, self.tiles.gate_up, norm=norm, bias=layer.gate_up_bias, out=gated)
             gemv_add(gated, layer.down_weight, self.tiles.down, bias=layer.down_bias, residual=residual, out=x)
-        logits = residual.new_empty(rows, config.vocab_size)
+        logits = inputs.logits_buffer(config.vocab_size)
         norm = Norm(weight=decoder.final_norm, eps=config.rms_norm_eps)
         gemv_logits(x, decoder.lm_head, self.tiles.head, norm=norm, out=logits, best=vectors.best)
         state = RowState(
