@@ -159,8 +159,9 @@ def create_runner(
 def create_kernels(config: WorkerConfig, served: ServedModel, shapes: Shapes, kv_cache: KVCache) -> StepKernels:
     """What computes a step around the model's layers."""
     if config.deterministic:
-        max_rows = max(shapes.buckets.largest, shapes.prefill_buckets.largest)
-        return deterministic_kernels(served.model.shape, kv_cache, max_rows=max_rows)
+        return deterministic_kernels(
+            served.model.shape, kv_cache, max_rows=shapes.buckets.largest, max_tokens=shapes.tiers.longest
+        )
     return choose_kernels(
         config.kernels, kv_cache, num_heads=served.model.shape.num_heads, max_rows=shapes.buckets.largest
     )

@@ -74,7 +74,7 @@ def verify_products(decoder: Decoder) -> Mapping[tuple[int, int], RowTiles]:
     """The row tiles of each shape of matrix. Raises ModelLoadError where there are none."""
     generator = torch.Generator().manual_seed(0)
     found: dict[tuple[int, int], RowTiles] = {}
-    for weight in _matrices(decoder):
+    for weight in decoder_matrices(decoder):
         outputs, inputs = weight.shape
         if (outputs, inputs) not in found:
             # The last layer's product is of few rows ever.
@@ -110,7 +110,8 @@ def _attended(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
     return results[0] if agree else torch.full_like(results[0], torch.nan)
 
 
-def _matrices(decoder: Decoder) -> Iterator[torch.Tensor]:
+def decoder_matrices(decoder: Decoder) -> Iterator[torch.Tensor]:
+    """All that rows are multiplied with."""
     for layer in decoder.layers:
         for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
             yield getattr(layer, name)

@@ -33,12 +33,12 @@ def deterministic_model(served: ServedModel, config: WorkerConfig) -> ServedMode
     return replace(served, model=CpuFixedOrderCausalLM(decoder))
 
 
-def deterministic_kernels(shape: ModelShape, kv_cache: KVCache, *, max_rows: int) -> StepKernels:
-    """For a model of `deterministic_model`; `max_rows` tokens are computed in one step at most."""
+def deterministic_kernels(shape: ModelShape, kv_cache: KVCache, *, max_rows: int, max_tokens: int) -> StepKernels:
+    """For a model of `deterministic_model`: decode steps of up to `max_rows` rows of up to `max_tokens` tokens."""
     if kv_cache.storage.device.type == "cuda":
         from worker.deterministic.triton_kernels import TritonFixedOrderKernels
 
-        return TritonFixedOrderKernels(kv_cache, num_heads=shape.num_heads, max_rows=max_rows)
+        return TritonFixedOrderKernels(kv_cache, num_heads=shape.num_heads, max_rows=max_rows, max_tokens=max_tokens)
     from worker.deterministic.cpu_kernels import CpuFixedOrderKernels
 
     return CpuFixedOrderKernels(kv_cache, shape)

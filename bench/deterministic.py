@@ -1,0 +1,146 @@
+"""What deterministic mode costs: its steps and first tokens against those of the fast mode, in one run.
+
+    python -m bench.deterministic [--device cpu] [MODEL ...]
+
+On a GPU: random bf16 weights of public shapes, every graph captured. On the CPU: the embedded model. A mode counts only if its
+answers alone and in a batch were compared: the deterministic ones must be equal to the token. Writes
+`bench/results/deterministic.json`; the rows of the other device are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+from bench.engine_runs import Tokens, agreement, answers, decode_step_ms, free_memory, host_ms, parser, prompt
+from bench.results_file import Results, Row, cpu_name
+from bench.shapes import write_config
+from worker.build import create_engine
+from worker.config import WorkerConfig
+from worker.engine import Engine
+from worker.load_causal_lm import load_causal_lm
+from worker.model.source import resolve_model
+from worker.shapes import choose_dtype
+
+Device = Literal["cpu", "cuda"]
+MODELS = {"cuda": ["smollm2-135m", "llama-3.2-1b"], "cpu": ["smollm2-135m"]}
+BATCHES = {"cuda": (1, 8, 32, 256), "cpu": (1, 2, 8, 16)}
+STEPS = {"cuda": 60, "cpu": 6}
+PROMPTS = (128, 1024)
+SHAPES: dict[str, dict[str, Any]] = {
+    "cuda": {"max_batch": 256, "buckets": (1, 8, 32, 256), "max_model_len": 4096, "kv_cache_bytes": 12 << 30},
+    "cpu": {},
+}
+SYSTEMS = {False: "graphpool", True: "graphpool_deterministic"}
+
+
+def build(name: str, device: Device, folder: Path, *, deterministic: bool) -> tuple[Engine, float, float]:
+    """An engine with all its graphs, and seconds until it could compute and until all was captured."""
+    embedded = device == "cpu"
+    config = WorkerConfig(
+        model=name if embedded else str(write_config(name, folder)),
+        load_format="auto" if embedded else "dummy",
+        device=device,
+        deterministic=deterministic,
+        **SHAPES[device],
+    )
+    files = resolve_model(config.model, load_format=config.load_format)
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    served = load_causal_lm(config, files, device=place, dtype=choose_dtype(config, device))
+    began = time.perf_counter()
+    engine = create_engine(config, files, served, None)
+    created = time.perf_counter() - began
+    while engine.prepare_next():
+        pass
+    return engine, created, time.perf_counter() - began - created
+
+
+def first_token_ms(engine: Engine, length: int, device: Device) -> float:
+    """Median milliseconds from submission to the first token of a lone prompt."""
+    ids = prompt(length, length, engine.info.vocab_size)
+    return host_ms(lambda: answers(engine, [ids], 1), device)
+
+
+def check(engine: Engine, batch: int) -> dict[str, float]:
+    """Answers of a batch against the same requests alone."""
+    prompts = [prompt(40 + 17 * row, row, engine.info.vocab_size) for row in range(batch)]
+    together = answers(engine, prompts, 24)
+    alone: Tokens = {}
+    for row, ids in enumerate(prompts):
+        alone[str(row)] = answers(engine, [ids], 24)["0"]
+    return {"tokens_equal_to_those_alone": agreement(together, alone)}
+
+
+def measure(name: str, device: Device, folder: Path, results: Results, *, deterministic: bool) -> None:
+    """One mode of one model."""
+    system = SYSTEMS[deterministic]
+    engine, created, captured = build(name, device, folder, deterministic=deterministic)
+    checked = check(engine, 8)
+    results.correctness[f"{name}, {device}, {system}"] = checked
+    assert not deterministic or checked["tokens_equal_to_those_alone"] == 1.0, checked
+    scope: dict[str, Any] = {"system": system, "model": name, "scope": "replica", "note": device}
+    for batch in BATCHES[device]:
+        runs = [decode_step_ms(engine, batch, 128, STEPS[device], device) for _ in range(3)]
+        results.add(batch=batch, context=128, metric="decode_step_ms", unit="ms", value=median(runs), **scope)
+    for length in PROMPTS:
+        value = first_token_ms(engine, length, device)
+        results.add(batch=1, context=length, metric="ttft_ms", unit="ms", value=value, **scope)
+    results.add(metric="create_s", unit="s", value=created, **scope)
+    results.add(metric="capture_s", unit="s", value=captured, **scope)
+
+
+def ratios(rows: list[Row]) -> list[dict[str, Any]]:
+    """Deterministic over fast, for what both have."""
+    fast, slow = (
+        {(row.note, row.model, row.metric, row.batch, row.context): row.value for row in rows if row.system == system}
+        for system in SYSTEMS.values()
+    )
+    names = ("device", "model", "metric", "batch", "context")
+    return [dict(zip(names, key, strict=True)) | {"ratio": slow[key] / fast[key]} for key in fast if key in slow]
+
+
+def kept(path: Path, device: Device) -> dict[str, Any]:
+    """What an earlier run found on the other device."""
+    if not path.exists():
+        return {"rows": [], "correctness": {}, "hardware": ""}
+    before: dict[str, Any] = json.loads(path.read_text())
+    before["rows"] = [row for row in before["rows"] if row.get("note") != device]
+    before["correctness"] = {key: value for key, value in before["correctness"].items() if f", {device}," not in key}
+    return before if before["rows"] else {"rows": [], "correctness": {}, "hardware": ""}
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("models", nargs="*")
+    options = arguments.parse_args()
+    device: Device = options.device
+    before = kept(options.out / "deterministic.json", device)
+    own = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+    others = [part for part in before["hardware"].split("; ") if part and part != own]
+    results = Results(bench="deterministic", hardware="; ".join([own, *others]))
+    results.correctness |= before["correctness"]
+    results.rows += [Row(**row) for row in before["rows"]]
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.models or MODELS[device]:
+            for deterministic in (False, True):
+                measure(name, device, Path(folder), results, deterministic=deterministic)
+                free_memory()
+    results.extra["ratios"] = ratios(results.rows)
+    print(results.write(options.out))
+    for found in results.extra["ratios"]:
+        print(
+            f"{found['device']} {found['model']} {found['metric']} {found['batch']} {found['context']} {found['ratio']:.2f}"
+        )
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The fixed-order kernels compile for Hopper without a GPU, into the instructions that their order rests on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_BYTES_OF_A_HOPPER_SM = 227 << 10
+SHAPES = ("llama-3.2-1b", "qwen2.5-1.5b", "head of 256")
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.compile_fixed_order", *SHAPES],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    return found
+
+
+def named(compiled: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [kernel for kernel in compiled if kernel["name"] == name]
+
+
+def test_no_multiplication_is_fused_with_an_addition(compiled: list[dict[str, Any]]) -> None:
+    assert {kernel["name"] for kernel in compiled} == {
+        *("_fixed_order_matmul", "_norm_rows", "_turn_and_store", "_row_slots"),
+        *("_fixed_order_attention", "_merge_splits"),
+    }
+    products = ("_fixed_order_matmul", "_fixed_order_attention")  # in single precision they are made of such pairs
+    assert not any(kernel["fuses"] for kernel in compiled if kernel["dtype"] != "float32")
+    assert not any(kernel["fuses"] for kernel in compiled if kernel["name"] not in products)
+
+
+def test_products_of_any_number_of_rows_add_sixteen_inputs_at_a_time(compiled: list[dict[str, Any]]) -> None:
+    tiles = [kernel["tiles"] for kernel in named(compiled, "_fixed_order_matmul") if kernel["dtype"] != "float32"]
+    assert {tile for found in tiles for tile in found} == {f"m64n{rows}k16" for rows in (16, 32, 64, 128)}
+    assert all(len(found) == 1 for found in tiles)
+
+
+def test_attention_has_one_instruction_in_both_phases(compiled: list[dict[str, Any]]) -> None:
+    kernels = [kernel for kernel in named(compiled, "_fixed_order_attention") if kernel["dtype"] != "float32"]
+    assert all(kernel["older_tiles"] == ["m16n8k16"] and not kernel["tiles"] for kernel in kernels)
+
+
+def test_every_kernel_starts_early_waits_and_fits(compiled: list[dict[str, Any]]) -> None:
+    assert all(kernel["waits"] and kernel["launch_pdl"] for kernel in compiled)
+    assert all(kernel["shared_bytes"] <= SHARED_BYTES_OF_A_HOPPER_SM for kernel in compiled)
