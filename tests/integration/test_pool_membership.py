@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.client import AsyncGraphpoolClient
 from cluster.config import Keepalive, ReplicaConfig, RouterConfig
 from cluster.router.server import RouterServer
-from protos import control_pb2, replica_pb2, replica_pb2_grpc
+from protos import control_pb2, generation_pb2, generation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from tests.fakes.script_engine import ScriptKnobs, script
 from tests.fakes.script_pool import FAST, ONE_TRY, script_pool, start_replica
 from tests.fakes.waiting import until
@@ -199,3 +199,35 @@ async def test_a_peer_that_floods_a_router_with_pings_is_cut_off() -> None:
 def test_the_default_router_is_on_loopback_with_a_budget_of_three() -> None:
     config = RouterConfig()
     assert (config.listen, config.resume_budget) == ("127.0.0.1:50050", 3)
+
+
+async def test_an_idle_client_may_ping_as_often_as_is_configured() -> None:
+    often = Keepalive(time_s=0.3, timeout_s=2.0, min_ping_interval_s=0.2)
+    async with script_pool(1, router=replace(FAST, keepalive=often)) as pool:
+        options = [
+            ("grpc.keepalive_time_ms", 300),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
+        async with grpc.aio.insecure_channel(pool.router.address, options=options) as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            await asyncio.sleep(2.5)
+            assert channel.get_state() is grpc.ChannelConnectivity.READY
+
+
+async def test_a_connection_past_its_age_takes_no_new_calls_and_finishes_what_it_has() -> None:
+    router = replace(FAST, max_connection_age_s=0.5, connection_grace_s=30.0)
+    async with script_pool(1, router=router, knobs=ScriptKnobs(step_s=0.01)) as pool:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(pool.router.address, options=options) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            request = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=PROMPT))
+            request.sampling.max_tokens, request.sampling.seed = 150, 4
+            call = stub.GenerateStream(request)
+            pieces = aiter(call)
+            received = list((await anext(pieces)).choices[0].token_ids)
+            await asyncio.sleep(0.8)
+            assert channel.get_state() is not grpc.ChannelConnectivity.READY
+            async for piece in pieces:
+                received += piece.choices[0].token_ids
+    assert tuple(received) == script(PROMPT, 4, 0, 150)
