@@ -384,7 +384,10 @@ class ReplicaFrame(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    FRAMES_HEARD_FIELD_NUMBER: _builtins.int
     state: _control_pb2.ReplicaState.ValueType
+    frames_heard: _builtins.int
+    """RouterFrames that have arrived on this stream: a way that is cut on one side shows by it"""
     @_builtins.property
     def hello(self) -> Global___ReplicaHello: ...
     @_builtins.property
@@ -398,10 +401,11 @@ class ReplicaFrame(_message.Message):
         events: _abc.Iterable[Global___StreamEvent] | None = ...,
         load: _control_pb2.Load | None = ...,
         state: _control_pb2.ReplicaState.ValueType = ...,
+        frames_heard: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "hello", b"hello", "load", b"load", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "frames_heard", b"frames_heard", "hello", b"hello", "load", b"load", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,7 @@ class AttachSession:
         self._unseen: dict[int, threading.Event] = {}
         """By stream, of a phase that the router has not noted yet."""
         self._wake = asyncio.Event()
+        self._num_heard = 0
         self._is_load_due = self._is_state_due = True
         self._is_flush_due = self._is_ending = False
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -103,6 +104,7 @@ class AttachSession:
 
     async def _read(self, context: Context) -> None:
         while (frame := await _next_frame_of(context)) is not None:
+            self._num_heard += 1
             kind = frame.WhichOneof("kind")
             if kind == "submit":
                 await self._submit(frame.submit)
@@ -183,7 +185,7 @@ class AttachSession:
 
     def _next_frame(self) -> tuple[replica_pb2.ReplicaFrame, list[LiveRequest]]:
         """Whatever is due, and the requests that end with it."""
-        frame = replica_pb2.ReplicaFrame(events=self._refused)
+        frame = replica_pb2.ReplicaFrame(events=self._refused, frames_heard=self._num_heard)
         self._refused.clear()
         if self._hello is not None:
             frame.hello.CopyFrom(self._hello)

@@ -29,11 +29,14 @@ class Connection:
     ) -> None:
         self.channel = open_link_channel(address, config.keepalive, config.security, peer=REPLICA_NAME)
         self.is_silent = False
-        """Whether it was given up because nothing came any more."""
+        """Whether it was given up because nothing came any more, or went."""
         self._config = config
         self._on_frame = on_frame
         self._outgoing: asyncio.Queue[replica_pb2.RouterFrame] = asyncio.Queue()
         self._quiet_s: float | None = None
+        self._unheard_s = 0.0
+        self._num_sent = 0
+        self._num_heard = 0
         self._closing = asyncio.Event()
 
     @property
@@ -71,17 +74,25 @@ class Connection:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 frame = await call.read()
             while isinstance(frame, replica_pb2.ReplicaFrame):
-                self._quiet_s = 0.0
+                self._note(frame)
                 self._on_frame(frame)
                 frame = await call.read()
 
     async def _write(self, call: AttachCall) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await call.write(await self._outgoing.get())
+                frame = await self._outgoing.get()
+                self._num_sent += 1
+                await call.write(frame)
+
+    def _note(self, frame: replica_pb2.ReplicaFrame) -> None:
+        self._quiet_s = 0.0
+        if frame.frames_heard > self._num_heard:
+            self._num_heard = frame.frames_heard
+            self._unheard_s = 0.0
 
     async def _watch(self) -> None:
-        """Ends when nothing was heard for too long.
+        """Ends when nothing was heard for too long, or when the replica has heard nothing of what it was sent.
 
         Of a tick that is late only one period counts: a router that was held up itself has not listened meanwhile, and
         what has come since is still to be read.
@@ -91,14 +102,17 @@ class Connection:
             await asyncio.sleep(WATCH_PERIOD_S)
             if self._quiet_s is None:
                 continue
-            self._quiet_s += min(time.monotonic() - started_s, 2 * WATCH_PERIOD_S)
-            if self._quiet_s > self._config.silence_timeout_s:
+            passed_s = min(time.monotonic() - started_s, 2 * WATCH_PERIOD_S)
+            self._quiet_s += passed_s
+            self._unheard_s = self._unheard_s + passed_s if 0 < self._num_heard < self._num_sent else 0.0
+            if max(self._quiet_s, self._unheard_s) > self._config.silence_timeout_s:
                 self.is_silent = True
                 return
 
     async def _reason(self, call: AttachCall, results: Sequence[BaseException | bool | None]) -> str:
         if self.is_silent:
-            return f"nothing was heard for {self._config.silence_timeout_s:.1f} s"
+            side = "by it" if self._unheard_s > self._config.silence_timeout_s else "of it"
+            return f"nothing was heard {side} for {self._config.silence_timeout_s:.1f} s"
         if self._closing.is_set():
             return "closed"
         for result in results:

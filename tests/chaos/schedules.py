@@ -92,7 +92,8 @@ class Schedule:
     def judge(self, name: str, record: Record, *, may_fail: tuple[type[CallError], ...] = ()) -> None:
         """An answer must be whole and right, or have failed as it may."""
         self._seen.append(f"{name} {record.outcome} {record.num_tokens} {record.longest_gap_s:.4f} {record.replicas}")
-        self.report.longest_gap_s = max(self.report.longest_gap_s, record.longest_gap_s)
+        longest_s = max(record.longest_gap_s, record.first_token_s or 0.0)
+        self.report.longest_gap_s = max(self.report.longest_gap_s, longest_s)
         self.report.resumed += record.attempts > 1
         for violation in record.violations:
             self.broken(f"{name}: {violation}")
@@ -100,8 +101,8 @@ class Schedule:
             may_fail = (*may_fail, InternalError)
         if record.outcome is Outcome.FAILED and not isinstance(record.error, may_fail):
             self.broken(f"{name}: {record.error}")
-        if record.longest_gap_s > LONGEST_GAP_S:
-            self.broken(f"{name}: a gap of {record.longest_gap_s:.1f} s")
+        if longest_s > LONGEST_GAP_S:
+            self.broken(f"{name}: a gap of {longest_s:.1f} s")
 
     async def _settle(self) -> None:
         """Everything is over: the pool is whole again, and nothing is left of any request."""
