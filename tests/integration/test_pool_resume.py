@@ -63,9 +63,11 @@ def assert_whole(pieces: Sequence[Answer], seed: int, num_tokens: int = NUM_TOKE
 
 
 async def until_ready(client: AsyncGraphpoolClient, num_replicas: int) -> None:
-    async with asyncio.timeout(15):
-        while [load.state for load in await client.loads()].count(REPLICA_STATE_READY) < num_replicas:
-            await asyncio.sleep(0.05)
+    for _ in range(300):
+        if [load.state for load in await client.loads()].count(REPLICA_STATE_READY) == num_replicas:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("the replicas do not become ready")
 
 
 @asynccontextmanager
