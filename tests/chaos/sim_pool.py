@@ -7,9 +7,13 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextvars import copy_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from cluster.client.aio import AsyncAnswerStream
+import grpc
+
+from cluster.client import Answer
+from cluster.client.answers import answer_of
+from cluster.client.errors import call_error
 from cluster.client.requests import generate_request
 from cluster.config import ReplicaConfig, RouterConfig
 from cluster.replica.events import EventFanout
@@ -162,6 +166,29 @@ class SimReplica:
             self.kill()
 
 
+class SimStream:
+    """The pieces of one answer, as a client that tries once sees them."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __aiter__(self) -> AsyncIterator[Answer]:
+        return self
+
+    async def __anext__(self) -> Answer:
+        try:
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise call_error(error) from error
+        if response is grpc.aio.EOF:  # type: ignore[attr-defined]
+            raise StopAsyncIteration
+        return answer_of(response)
+
+    def cancel(self) -> None:
+        """Leave."""
+        self._call.cancel()
+
+
 class SimPool:
     """The router and its replicas."""
 
@@ -186,12 +213,12 @@ class SimPool:
         """One streamed answer, checked."""
         return await watch(question, self.stream(question, request_id=request_id, timeout_s=timeout_s))
 
-    def stream(self, question: Question, *, request_id: str, timeout_s: float | None = None) -> AsyncAnswerStream:
+    def stream(self, question: Question, *, request_id: str, timeout_s: float | None = None) -> SimStream:
         """The pieces of an answer."""
         channel = self.network.channel(CLIENT, self.router.address)
         stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[arg-type]  # what it needs of one
         request = generate_request(question.prompt, model="", request_id=request_id, sampling=question.sampling())  # type: ignore[arg-type]
-        return AsyncAnswerStream(stub.GenerateStream(request, timeout=timeout_s))
+        return SimStream(stub.GenerateStream(request, timeout=timeout_s))
 
 
 @contextlib.asynccontextmanager
