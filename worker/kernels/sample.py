@@ -16,10 +16,10 @@ from worker.sampler import NUM_DETAILS, Sampled
 from worker.sampling_table import ALL_NEEDS, Need, SamplingViews
 
 
-def sample(logits: torch.Tensor, views: SamplingViews, needs: Need = ALL_NEEDS) -> Sampled:
-    """worker.sampler.sample; `logits` must be contiguous. The same bits, whatever the rows beside."""
+def sample(logits: torch.Tensor, views: SamplingViews, needs: Need = ALL_NEEDS, *, block: int = BLOCK) -> Sampled:
+    """worker.sampler.sample; `logits` must be contiguous. The same bits, whatever the rows beside and the `block`."""
     rows, vocab = len(views.places), views.vocab_size
-    num_blocks = triton.cdiv(vocab, BLOCK)
+    num_blocks = triton.cdiv(vocab, block)
     scratch = _Scratch(rows, num_blocks, logits.device)
     tables = (
         logits,
@@ -34,7 +34,7 @@ def sample(logits: torch.Tensor, views: SamplingViews, needs: Need = ALL_NEEDS) 
         views.last_tokens,
     )
     # A multiply-add with one rounding instead of two would make masses of other bits than torch does.
-    options: dict[str, Any] = {"BLOCK": BLOCK, "enable_fp_fusion": False, **launch_options(logits.device)}
+    options: dict[str, Any] = {"BLOCK": block, "enable_fp_fusion": False, **launch_options(logits.device)}
     wide, sizes, pad = (rows, num_blocks), (vocab, num_blocks), power_of_two(num_blocks)
     cutting = (scratch.listed, scratch.above)
     if needs & (Need.EDITS | Need.LOGPROBS | Need.CUT):
