@@ -199,7 +199,8 @@ class AsyncGraphpoolClient:
     ) -> str:
         """Text of token ids."""
         request = detokenize_request(token_ids, model=model, skip_special_tokens=skip_special_tokens)
-        return (await self._call(lambda one: one.generation.Detokenize, request, timeout_s)).text
+        text: str = (await self._call(lambda one: one.generation.Detokenize, request, timeout_s)).text
+        return text
 
     async def status(self, *, timeout_s: float | None = None) -> PoolStatus:
         """The server and its replicas."""

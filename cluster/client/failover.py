@@ -51,7 +51,7 @@ class Failover:
         num_rounds = self._num_failures // self._num_endpoints
         if num_rounds == 0:
             return 0.0
-        return min(self._config.backoff_min_s * 2 ** (num_rounds - 1), self._config.backoff_max_s)
+        return min(self._config.backoff_min_s * 2.0 ** (num_rounds - 1), self._config.backoff_max_s)
 
 
 class Progress:

@@ -189,7 +189,8 @@ class GraphpoolClient:
     ) -> str:
         """Text of token ids."""
         request = detokenize_request(token_ids, model=model, skip_special_tokens=skip_special_tokens)
-        return self._call(lambda one: one.generation.Detokenize, request, timeout_s).text
+        text: str = self._call(lambda one: one.generation.Detokenize, request, timeout_s).text
+        return text
 
     def status(self, *, timeout_s: float | None = None) -> PoolStatus:
         """The server and its replicas."""
@@ -197,11 +198,15 @@ class GraphpoolClient:
 
     def server_info(self, *, timeout_s: float | None = None) -> control_pb2.ServerInfo:
         """Who answers at the target."""
-        return self._call(lambda one: one.control.GetServerInfo, control_pb2.GetServerInfoRequest(), timeout_s)
+        request = control_pb2.GetServerInfoRequest()
+        info: control_pb2.ServerInfo = self._call(lambda one: one.control.GetServerInfo, request, timeout_s)
+        return info
 
     def model_info(self, model: str = "", *, timeout_s: float | None = None) -> control_pb2.ModelInfo:
         """The model that is served."""
-        return self._call(lambda one: one.control.GetModelInfo, control_pb2.GetModelInfoRequest(model=model), timeout_s)
+        request = control_pb2.GetModelInfoRequest(model=model)
+        info: control_pb2.ModelInfo = self._call(lambda one: one.control.GetModelInfo, request, timeout_s)
+        return info
 
     def loads(self, *, timeout_s: float | None = None) -> Sequence[control_pb2.ReplicaLoad]:
         """Every replica the server knows, with its state and load."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections import OrderedDict
@@ -50,8 +51,7 @@ def fingerprint(request: AnyRequest) -> bytes:
 
     Ids differ with each try, a seed that was drawn does too, and where cached blocks come from changes nothing.
     """
-    bare = type(request)()
-    bare.CopyFrom(request)
+    bare = copy.deepcopy(request)
     for field in ("request_id", "use_prefix_cache", "cache_salt"):
         bare.ClearField(field)
     bare.sampling.ClearField("seed")
