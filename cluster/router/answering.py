@@ -22,6 +22,7 @@ class Answering:
         "delivered",
         "has_started",
         "is_suspect",
+        "is_taken_on",
         "num_losses",
         "num_placements",
         "num_stalled_trials",
@@ -33,6 +34,8 @@ class Answering:
         self.delivered = delivered or Delivered()
         self.has_started = False
         """Whether a piece of the answer has gone to the client from here."""
+        self.is_taken_on = bool(self.delivered.next_sequence)
+        """Some replica has had it, so that it is not refused any more, whatever the load."""
         self.num_placements = 0
         self.num_losses = 0
         """Replicas that were lost while they had it."""

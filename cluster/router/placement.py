@@ -70,6 +70,10 @@ class Placement:
                 raise NoReplicaAvailable(patience_s)
             await self.wait(give_up_s - time.monotonic(), answering)
 
+    def has_other(self, request: AnyRequest, link: Link, answering: Answering) -> bool:
+        """Whether another replica takes requests of this model, and has not refused this one."""
+        return any(one is not link for one in self._of_model(request.model, answering.refused))
+
     async def wait(self, limit_s: float, answering: Answering) -> None:
         """For the next change, at most `limit_s` and what is left of the request's time."""
         time_left_s = answering.time_left_s()

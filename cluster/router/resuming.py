@@ -12,6 +12,7 @@ from cluster.codec import AnyRequest
 from cluster.config import RouterConfig
 from cluster.errors import AnswerInterrupted, NoReplicaAvailable, PoisonedRequest, RemoteError, ReplicaLost
 from cluster.metrics.router import RouterMetrics
+from cluster.retry_budget import RetryBudget
 from cluster.router.answering import Answering
 from cluster.router.link import Link
 from cluster.router.loss import Verdict
@@ -52,12 +53,14 @@ class Resuming:
         self._placement = placement
         self._quarantine = quarantine
         self._metrics = metrics
+        self._budget = RetryBudget()
         self._trials = Trials(placement.note_change)
 
     async def answer(
         self, request: AnyRequest, answering: Answering
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """The pieces of the answer. Raises AnswerInterrupted, PoisonedRequest or what a replica ended it with."""
+        self._budget.request()
         while not answering.delivered.is_complete:
             link = await self._choose(request, answering)
             stream = self._place(link, request, answering)
@@ -68,7 +71,7 @@ class Resuming:
                     yield answering.stamp(piece)
                 return
             except RemoteError as error:
-                await self._note_refusal(error, link, answering)
+                await self._note_refusal(error, request, link, answering)
             except ReplicaLost:
                 self._note_loss(stream.verdict, request, answering)
                 share_s = ALL_TRIALS_S * self._placement.num_ready * stream.trial_share
@@ -114,18 +117,27 @@ class Resuming:
         answering.is_suspect = False
         self._trials.end(link, stream)
 
-    async def _note_refusal(self, error: RemoteError, link: Link, answering: Answering) -> None:
-        """The replica is alive and ended the request itself: raises `error` unless it is worth another placement."""
+    async def _note_refusal(self, error: RemoteError, request: AnyRequest, link: Link, answering: Answering) -> None:
+        """The replica is alive and ended the request itself: raises `error` unless it is worth another placement.
+
+        One that is full is no reason to refuse a request while others may not be, as long as few are tried again.
+        """
         if error.code == UNAVAILABLE:
             answering.refused.add(link.incarnation)
-        elif error.code == RESOURCE_EXHAUSTED and answering.num_placements > 1:
+            answering.is_taken_on = True
+        elif error.code != RESOURCE_EXHAUSTED or error.retry_after_ms < 0:
+            raise error
+        elif answering.is_taken_on:
             await self._placement.wait(max(FULL_PAUSE_S, error.retry_after_ms / 1000), answering)
+        elif self._placement.has_other(request, link, answering) and self._budget.try_again():
+            answering.refused.add(link.incarnation)
         else:
             raise error
 
     def _note_loss(self, verdict: Verdict, request: AnyRequest, answering: Answering) -> None:
         """Raises what ends the request, if this loss does."""
         answering.num_losses += 1
+        answering.is_taken_on = True
         if verdict is Verdict.STALLED_ALONE:
             answering.num_stalled_trials += 1
         if verdict is Verdict.GUILTY or answering.num_stalled_trials >= MAX_STALLED_TRIALS:
