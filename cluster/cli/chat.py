@@ -9,7 +9,7 @@ import typer
 
 from cluster.cli import sampling
 from cluster.cli import security_options as security
-from cluster.cli.options import DEFAULT_ADDRESS, Address, TimeoutS
+from cluster.cli.options import DEFAULT_ADDRESS, Addresses, TimeoutS
 from cluster.cli.running import one_sentence_errors
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def chat(
         str | None, typer.Argument(help="Answer this and end; - reads it from stdin. Without it: a conversation.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
-    address: Address = DEFAULT_ADDRESS,
+    address: Addresses = DEFAULT_ADDRESS,
     token_file: security.TokenFile = None,
     tls_ca: security.TlsCa = "",
     tls_cert: security.TlsCert = "",

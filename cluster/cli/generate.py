@@ -10,7 +10,7 @@ import typer
 
 from cluster.cli import sampling
 from cluster.cli import security_options as security
-from cluster.cli.options import DEFAULT_ADDRESS, Address, TimeoutS, integers
+from cluster.cli.options import DEFAULT_ADDRESS, Addresses, TimeoutS, integers
 from cluster.cli.running import one_sentence_errors
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object at the end: text, token ids, usage, timings, execution.")
     ] = False,
-    address: Address = DEFAULT_ADDRESS,
+    address: Addresses = DEFAULT_ADDRESS,
     token_file: security.TokenFile = None,
     tls_ca: security.TlsCa = "",
     tls_cert: security.TlsCert = "",

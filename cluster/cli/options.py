@@ -65,6 +65,17 @@ def dialable(address: str) -> str:
     return address
 
 
+def all_dialable(addresses: str) -> str:
+    """The same comma-separated list, refused here when one of them is no host:port."""
+    from cluster.client.endpoints import check_addresses
+
+    try:
+        check_addresses("address", addresses)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return addresses
+
+
 def metrics_listen(host: str, port: int | None) -> str:
     """host:port of the metrics; "" without a port."""
     from cluster.config import join_address
@@ -170,6 +181,17 @@ Address = Annotated[
         metavar="HOST:PORT",
         callback=dialable,
         help="The router, or one replica.",
+        rich_help_panel=NETWORK,
+    ),
+]
+Addresses = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        "-a",
+        metavar="HOST:PORT,...",
+        callback=all_dialable,
+        help="The router, or one replica. Of several, separated by commas, the next one takes over when one is lost.",
         rich_help_panel=NETWORK,
     ),
 ]

@@ -219,3 +219,17 @@ def test_a_reader_that_stops_reading_does_not_leave_a_traceback(address: str) ->
         assert process.stderr.read() == ""
         assert process.wait(10) == 1
         process.stdout = None
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_of_several_addresses_the_next_one_answers_for_one_that_is_gone(command: str, address: str) -> None:
+    done = graphpool(command, "hello", "--address", f"127.0.0.1:1,{address}", *GREEDY)
+    alone = graphpool(command, "hello", "--address", address, *GREEDY)
+    assert (done.stdout, done.returncode) == (alone.stdout, 0)
+    assert done.stdout.strip()
+
+
+def test_a_list_with_an_address_that_is_none_is_refused_before_anything_is_asked() -> None:
+    done = graphpool("generate", "hello", "--address", "127.0.0.1:50050,nowhere", *GREEDY)
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr
