@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,9 +37,20 @@ BLOCK_SIZE = 16
 TIERS = (256, 1024, 4096, 16384)
 KERNELS: tuple[Kernels, ...] = ("triton", "torch")
 REPLAYS = 40
-MAX_VECTOR_ROWS = 8
-"""Up to so many rows, steps in matrix-vector kernels are measured as well."""
+Way = Literal["shipped", "parts", "vector", "rows", "blocks"]
+"""How a step is computed: as the product chooses, cuBLAS with fused kernels around it, or one of the whole-step ways."""
+WAYS: tuple[Way, ...] = ("parts", "vector", "rows", "blocks")
+MAX_ROWS_OF: dict[Way, int] = {"shipped": 1 << 20, "parts": 1 << 20, "vector": 4, "rows": 16, "blocks": 128}
+"""More rows are not measured that way."""
 CUDA = torch.device("cuda", 0)
+
+
+def limits_of(way: Way, batch: int) -> dict[str, int]:
+    """Arguments of choose_kernels with which `batch` rows go that way."""
+    limits = {"vector": "gemv_rows", "rows": "product_rows", "blocks": "block_rows"}
+    if way == "shipped":
+        return {}
+    return dict.fromkeys(limits.values(), 0) | ({limits[way]: batch} if way in limits else {})
 
 
 class DecodeBench:
@@ -53,7 +64,7 @@ class DecodeBench:
         context: int,
         tier: int | None = None,
         *,
-        gemv_rows: int = 0,
+        way: Way = "parts",
     ) -> None:
         self.model, self.batch, self.context = model, batch, context
         self.width = (tier or next(tier for tier in TIERS if tier >= context + 2 * REPLAYS)) // BLOCK_SIZE
@@ -70,7 +81,7 @@ class DecodeBench:
         )
         self.cache.storage.normal_(generator=torch.Generator(CUDA).manual_seed(0))
         self.kernels = choose_kernels(
-            kernels, self.cache, num_heads=shape.num_heads, max_rows=batch, gemv_rows=gemv_rows
+            kernels, self.cache, num_heads=shape.num_heads, max_rows=batch, **limits_of(way, batch)
         )
         self.inputs = DecodeInputs(max_batch=batch, max_blocks=self.width, block_size=BLOCK_SIZE, device=CUDA)
         order = torch.randperm(batch * used, generator=torch.Generator().manual_seed(1)) + 1
@@ -133,9 +144,9 @@ def native_model(name: str) -> CausalLM:
     return NativeCausalLM(decoder)
 
 
-def compare(model: CausalLM, batch: int, context: int, *, gemv_rows: int = 0) -> dict[str, float]:
+def compare(model: CausalLM, batch: int, context: int, *, way: Way = "parts") -> dict[str, float]:
     """Relative distance of the logits of both kinds of kernels, and the share of equal tokens."""
-    ours = DecodeBench(model, "triton", batch, context, gemv_rows=gemv_rows).step()
+    ours = DecodeBench(model, "triton", batch, context, way=way).step()
     theirs = DecodeBench(model, "torch", batch, context).step()
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return {"relative": float((ours - theirs).norm() / theirs.norm()), "same_tokens": float(same)}
@@ -255,10 +266,10 @@ class ModelBench:
         values: dict[str, float] = {
             kernels: DecodeBench(self.model, kernels, batch, context).step_ms() for kernels in KERNELS
         }
-        if batch <= MAX_VECTOR_ROWS:
-            self.results.correctness[f"{label} vector"] = compare(self.model, batch, context, gemv_rows=batch)
-            print(label, "vector", self.results.correctness[f"{label} vector"])
-            values["vector"] = DecodeBench(self.model, "triton", batch, context, gemv_rows=batch).step_ms()
+        for way in (way for way in WAYS[1:] if batch <= MAX_ROWS_OF[way]):
+            self.results.correctness[f"{label} {way}"] = compare(self.model, batch, context, way=way)
+            print(label, way, self.results.correctness[f"{label} {way}"])
+            values[way] = DecodeBench(self.model, "triton", batch, context, way=way).step_ms()
         for kernels, value in values.items():
             self.add(kernels, batch, context, "decode_step_ms", value)
         print(label, {key: round(value, 4) for key, value in values.items()}, self.results.correctness[label])
@@ -270,8 +281,7 @@ class ModelBench:
         print(label, {key: round(value, 4) for key, value in values.items()})
 
     def measure_kernels(self, label: str, batch: int, context: int) -> None:
-        gemv_rows = batch if batch <= MAX_VECTOR_ROWS else 0
-        table = DecodeBench(self.model, "triton", batch, context, gemv_rows=gemv_rows).kernel_table()
+        table = DecodeBench(self.model, "triton", batch, context, way="shipped").kernel_table()
         self.results.extra.setdefault("kernels", {})[label] = table
         for row in table[:14]:
             print(f"    {row['us']:9.2f} us {row['launches']:6.1f} x  {row['kernel'][:70]}")

@@ -135,7 +135,7 @@ def tiles_changed(chosen: dict[MatrixKind, Tile]) -> Iterator[None]:
 
 def step_us(model: CausalLM, rows: int, chosen: dict[MatrixKind, Tile]) -> float:
     with tiles_changed(chosen):
-        return 1e3 * DecodeBench(model, "triton", rows, CONTEXT, gemv_rows=rows).step_ms(blocks=3)
+        return 1e3 * DecodeBench(model, "triton", rows, CONTEXT, way="vector").step_ms(blocks=3)
 
 
 class Retune:

@@ -22,6 +22,10 @@ Outputs = tuple[torch.Tensor, torch.Tensor]
 
 GEMV_ROWS = 1
 """Decode steps of up to so many rows are computed by matrix-vector kernels, in which neighbours overlap."""
+PRODUCT_ROWS = 8
+"""Those of up to so many rows by tensor-core kernels that overlap as well."""
+BLOCK_ROWS = 128
+"""Those of up to so many rows by kernels that stream blocks of the matrices through shared memory."""
 
 
 class StepKernels(Protocol):
@@ -124,12 +128,20 @@ class TorchKernels:
 
 
 def choose_kernels(
-    choice: Kernels, kv_cache: KVCache, *, num_heads: int, max_rows: int, gemv_rows: int | None = None
+    choice: Kernels,
+    kv_cache: KVCache,
+    *,
+    num_heads: int,
+    max_rows: int,
+    gemv_rows: int | None = None,
+    product_rows: int | None = None,
+    block_rows: int | None = None,
 ) -> StepKernels:
     """ "auto" takes Triton on CUDA where it is installed. Raises ValueError for a choice that cannot work here.
 
-    `max_rows` is the largest decode bucket; up to `gemv_rows` rows go through matrix-vector kernels where they apply.
-    None = GEMV_ROWS on a GPU that can overlap their launches (Hopper and later), without which they do not pay; else 0.
+    `max_rows` is the largest decode bucket; up to `gemv_rows` rows go through matrix-vector kernels where they apply,
+    and up to `product_rows` more through tensor-core kernels for a few rows. None = GEMV_ROWS and PRODUCT_ROWS on a GPU
+    that can overlap their launches (Hopper and later), without which they do not pay; else 0.
     """
     device = kv_cache.storage.device
     is_cuda = device.type == "cuda"
@@ -139,6 +151,18 @@ def choose_kernels(
         return TorchKernels(kv_cache)
     from worker.triton_kernels import TritonKernels  # triton takes a second to import
 
+    overlaps = launches_programmatically(device)
     if gemv_rows is None:
-        gemv_rows = GEMV_ROWS if launches_programmatically(device) else 0
-    return TritonKernels(kv_cache, num_heads=num_heads, max_rows=max_rows, gemv_rows=gemv_rows)
+        gemv_rows = GEMV_ROWS if overlaps else 0
+    if product_rows is None:
+        product_rows = PRODUCT_ROWS if overlaps else 0
+    if block_rows is None:
+        block_rows = BLOCK_ROWS if overlaps else 0
+    return TritonKernels(
+        kv_cache,
+        num_heads=num_heads,
+        max_rows=max_rows,
+        gemv_rows=gemv_rows,
+        product_rows=product_rows,
+        block_rows=block_rows,
+    )

@@ -16,7 +16,9 @@ from worker.decode_inputs import DecodeViews
 from worker.kernels.decode_workspace import DecodeWorkspace
 from worker.kernels.greedy import RowState, greedy, pick_tokens
 from worker.kv_cache import KVCache
+from worker.model.block_step import BlockStep, block_tiles
 from worker.model.decoder import Decoder
+from worker.model.rows_step import RowsStep, row_tiles
 from worker.model.vector_step import VectorStep, vector_tiles
 from worker.step_kernels import Outputs
 
@@ -26,9 +28,20 @@ class TritonKernels:
 
     can_pack = True
 
-    def __init__(self, kv_cache: KVCache, *, num_heads: int, max_rows: int, gemv_rows: int = 0) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        *,
+        num_heads: int,
+        max_rows: int,
+        gemv_rows: int = 0,
+        product_rows: int = 0,
+        block_rows: int = 0,
+    ) -> None:
         self.kv_cache = kv_cache
         self.gemv_rows = gemv_rows
+        self.product_rows = product_rows
+        self.block_rows = block_rows
         _, _, _, _, num_kv_heads, head_dim = kv_cache.storage.shape
         self.workspace = DecodeWorkspace(
             max_rows=max_rows,
@@ -40,13 +53,22 @@ class TritonKernels:
 
     def whole_step(self, model: CausalLM, inputs: DecodeViews) -> Outputs | None:
         """See StepKernels."""
-        rows, decoder = len(inputs.positions), model.module
-        if rows > self.gemv_rows or not isinstance(decoder, Decoder):
-            return None
-        tiles = vector_tiles(decoder.config, decoder.embedding.dtype, rows)
-        if tiles is None:
-            return None
-        return VectorStep(decoder, self.kv_cache, tiles, self.workspace.arrived)(inputs)
+        decoder = model.module
+        step = self._whole_step(decoder, len(inputs.positions)) if isinstance(decoder, Decoder) else None
+        return None if step is None else step(inputs)
+
+    def _whole_step(self, decoder: Decoder, rows: int) -> VectorStep | RowsStep | BlockStep | None:
+        config, dtype = decoder.config, decoder.embedding.dtype
+        if rows <= self.gemv_rows:
+            vector = vector_tiles(config, dtype, rows)
+            return None if vector is None else VectorStep(decoder, self.kv_cache, vector, self.workspace.arrived)
+        if rows <= self.product_rows:
+            tiles = row_tiles(config, dtype, rows)
+            return None if tiles is None else RowsStep(decoder, self.kv_cache, tiles, self.workspace.arrived)
+        if rows <= self.block_rows:
+            blocks = block_tiles(config, dtype, rows)
+            return None if blocks is None else BlockStep(decoder, self.kv_cache, blocks, self.workspace.arrived)
+        return None
 
     def tokens(self, inputs: DecodeViews) -> torch.Tensor:
         """See StepKernels."""

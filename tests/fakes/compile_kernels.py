@@ -27,6 +27,7 @@ def compile_shape(hidden: int, intermediate: int, heads: Heads, dtype: torch.dty
     """Launch every kernel of one decode step and of one prefill layer."""
     from worker.kernels.decode_attention import decode_attention
     from worker.kernels.decode_workspace import DecodeWorkspace
+    from worker.kernels.prefill_attention import PagedKeys, prefill_attention
     from worker.kernels.rms_norm import rms_norm
     from worker.kernels.rope_cache import rope_and_cache
     from worker.kernels.silu_mul import silu_mul
@@ -49,6 +50,9 @@ def compile_shape(hidden: int, intermediate: int, heads: Heads, dtype: torch.dty
         device=torch.device("cpu"),
     )
     tables = torch.zeros(2, 64, dtype=torch.int32)
+    q, k, v = qkv_layout.split(qkv)
+    prefill_attention(q, k, v)
+    prefill_attention(q, k, v, PagedKeys(keys=pool, values=pool, block_table=tables[0], positions=whole))
     for chosen in (qkv_layout, None):
         decode_attention(qkv_layout.split(qkv), pool, pool, tables, whole, workspace, layout=chosen)
 

@@ -65,7 +65,7 @@ def resources(kernel: Any) -> dict[str, Any]:
         "shared_bytes": kernel.metadata.shared,
         "waits": "griddepcontrol.wait" in ptx,
         "launch_pdl": kernel.metadata.launch_pdl,
-        "uses_tensor_cores": "mma.sync" in ptx,
+        "uses_tensor_cores": "mma.sync" in ptx or "wgmma.mma_async" in ptx,
         "copies_asynchronously": "cp.async" in ptx,
     }
 

@@ -70,9 +70,12 @@ def fold_tile(
     total: tl.tensor,
     acc: tl.tensor,
 ) -> tl.tensor:
-    """One step of the online softmax: key and value [tokens, HEAD_PAD], of which those that are `live` count."""
+    """One step of the online softmax: key and value [tokens, HEAD_PAD], of which those that are `live` count.
+
+    `live` is [1, tokens] or [queries, tokens].
+    """
     scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-    scores = tl.where(live[None, :], scores, float("-inf"))
+    scores = tl.where(live, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, axis=1))
     weights = tl.exp2(scores - higher[:, None])
     fade = tl.exp2(highest - higher)
@@ -111,7 +114,7 @@ def attend_chunk(
         inside = live[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(keys + place[:, None] + dims[None, :], mask=inside, other=0.0)
         value = tl.load(values + place[:, None] + dims[None, :], mask=inside, other=0.0)
-        highest, total, acc = fold_tile(queries, key, value, live, scale, highest, total, acc)
+        highest, total, acc = fold_tile(queries, key, value, live[None, :], scale, highest, total, acc)
     return highest, total, acc
 
 

@@ -87,6 +87,7 @@ def _early_attention(
     MIN_CHUNK: tl.constexpr,
     LONG_CHUNK: tl.constexpr,
     TILE: tl.constexpr,
+    MORE_TILES: tl.constexpr,
     NORMS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -138,11 +139,12 @@ def _early_attention(
         highest = tl.where(owns_new, new_score, float("-inf"))
         total = tl.where(owns_new, 1.0, 0.0) + tl.zeros((DOT_ROWS,), tl.float32)
         acc = value.to(tl.float32) + tl.zeros((DOT_ROWS, HEAD_PAD), tl.float32)
-        highest, total, acc = fold_tile(queries, old_key, old_value, live, scale, highest, total, acc)
-        highest, total, acc = attend_chunk(
-            queries, keys, values, table, kv_head, start + TILE, stop, scale, highest, total, acc,
-            NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, TILE, 2,
-        )  # fmt: skip
+        highest, total, acc = fold_tile(queries, old_key, old_value, live[None, :], scale, highest, total, acc)
+        if MORE_TILES:
+            highest, total, acc = attend_chunk(
+                queries, keys, values, table, kv_head, start + TILE, stop, scale, highest, total, acc,
+                NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, TILE, 2,
+            )  # fmt: skip
         part = row * SPLITS * NUM_HEADS + kv_head * GROUP
         out = part + split * NUM_HEADS + member
         stored = group & (dims < HEAD_DIM)[None, :]
@@ -205,6 +207,7 @@ def early_attention(
         MIN_CHUNK=plan.min_chunk,
         LONG_CHUNK=plan.long_chunk,
         TILE=plan.tile,
+        MORE_TILES=block_tables.shape[1] * keys.shape[1] > plan.tile,
         NORMS=norms is not None,
         num_warps=plan.num_warps,
         num_stages=2,

@@ -12,6 +12,8 @@ _TILE_ELEMENTS = 8192
 """Keys of one tile that are requested before the wait, in numbers; as many values come with them."""
 _MAX_TILE = 64
 _LONG_CHUNK = 256
+_NUMBERS_A_WARP = 4096
+"""Keys of a tile that one warp holds in registers."""
 _PROGRAMS_AN_SM = 2
 
 
@@ -46,3 +48,18 @@ def early_plan(*, rows: int, num_kv_heads: int, head_dim: int, width: int, num_s
         long_chunk=_LONG_CHUNK,
         tile=tile,
     )
+
+
+def rows_plan(*, rows: int, num_kv_heads: int, head_dim: int, width: int, num_sms: int) -> EarlyPlan:
+    """The same where one result a head must come out: what several programs have found is merged by the last of them.
+
+    In short tiers one program takes all tokens of a row and asks for them before the wait.
+    """
+    head_pad = power_of_two(head_dim)
+    if width <= _LONG_CHUNK:
+        tile = max(power_of_two(width), 16)
+        num_warps = min(max(tile * head_pad // _NUMBERS_A_WARP, 1), 8)
+        return EarlyPlan(num_splits=1, late_splits=1, min_chunk=tile, long_chunk=tile, tile=tile, num_warps=num_warps)
+    tile = min(max(_TILE_ELEMENTS // head_pad, 16), _MAX_TILE)
+    fitting = min(max(_PROGRAMS_AN_SM * num_sms // (rows * num_kv_heads), 1), -(-width // _LONG_CHUNK))
+    return EarlyPlan(num_splits=fitting, late_splits=1, min_chunk=tile, long_chunk=_LONG_CHUNK, tile=tile)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.dependent_launch import wait_for_previous
+from worker.kernels.dependent_launch import trigger_next, wait_for_previous
 from worker.kernels.device import launch_options, power_of_two
 
 _ELEMENTS_A_WARP = 512
@@ -23,8 +23,11 @@ def _rms_norm(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    if PDL and PARTS > 0:
+        trigger_next()
     columns = tl.arange(0, BLOCK)
     live = columns < HIDDEN
     place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
@@ -32,6 +35,9 @@ def _rms_norm(
     if PDL:
         wait_for_previous()
     values = tl.load(x + place, mask=live, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        start = part * tl.num_programs(0).to(tl.int64) * HIDDEN
+        values += tl.load(x + start + place, mask=live, other=0.0)
     if ADDS:
         values += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
         rounded = values.to(residual.dtype.element_ty)
@@ -48,9 +54,29 @@ def rms_norm(
 
     With `residual` [rows, hidden], contiguous: x is added to it in place, and the sum is normed.
     """
-    rows, hidden = x.shape
-    block = power_of_two(hidden)
     out = torch.empty_like(x)
+    _launch(x, weight, eps, residual=residual, out=out, num_parts=0)
+    return out
+
+
+def rms_norm_parts(
+    parts: torch.Tensor, weight: torch.Tensor, eps: float, *, residual: torch.Tensor, out: torch.Tensor
+) -> None:
+    """parts [count, rows, hidden] float32: their sum is added to `residual` [rows, hidden], whose norm becomes `out`."""
+    _launch(parts, weight, eps, residual=residual, out=out, num_parts=len(parts))
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    num_parts: int,
+) -> None:
+    rows, hidden = out.shape
+    block = power_of_two(hidden)
     _rms_norm[(rows,)](
         x,
         x if residual is None else residual,
@@ -60,7 +86,7 @@ def rms_norm(
         HIDDEN=hidden,
         BLOCK=block,
         ADDS=residual is not None,
+        PARTS=num_parts,
         num_warps=min(max(block // _ELEMENTS_A_WARP, 1), _MAX_WARPS),
         **launch_options(x.device),
     )
-    return out

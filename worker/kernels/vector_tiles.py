@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 from worker.kernels.device import power_of_two
-
-MatrixKind = Literal["qkv", "o", "gate_up", "down", "head"]
-"""The matrices of a decoder. "gate_up" counts its outputs once, and two rows of weights belong to each."""
+from worker.kernels.matrix_kind import MatrixKind
 
 MAX_NUMBERS_A_THREAD = 128
 """Weights that a thread holds at once; they are packed in pairs, and more would leave registers."""

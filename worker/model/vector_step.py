@@ -13,9 +13,10 @@ from worker.kernels.early_attention import early_attention
 from worker.kernels.early_plan import early_plan
 from worker.kernels.gemv import Norm, gemv, gemv_add, gemv_gated, gemv_logits, gemv_merge_add
 from worker.kernels.greedy import RowState, choose_best
+from worker.kernels.matrix_kind import MatrixKind
 from worker.kernels.partials import Partials, empty_partials
 from worker.kernels.token_rows import embed_tokens
-from worker.kernels.vector_tiles import MatrixKind, Tile, tile_for
+from worker.kernels.vector_tiles import Tile, tile_for
 from worker.kv_cache import KVCache
 from worker.model.fused import layer_layout
 from worker.step_kernels import Outputs

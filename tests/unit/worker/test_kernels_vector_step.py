@@ -14,7 +14,8 @@ from tests.fakes.triton_interpreter import DEVICE
 from worker.decode_inputs import DecodeInputs
 from worker.decode_step import decode_step
 from worker.kernels.early_plan import EarlyPlan
-from worker.kernels.vector_tiles import MatrixKind, Tile
+from worker.kernels.matrix_kind import MatrixKind
+from worker.kernels.vector_tiles import Tile
 from worker.kv_cache import KVCache
 from worker.step_kernels import Outputs, StepKernels, TorchKernels
 from worker.triton_kernels import TritonKernels

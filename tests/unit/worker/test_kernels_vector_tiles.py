@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.kernels.early_plan import early_plan
-from worker.kernels.vector_tiles import MAX_NUMBERS_A_THREAD, TILES, MatrixKind, candidates, default_tile, tile_for
+from worker.kernels.matrix_kind import MatrixKind
+from worker.kernels.vector_tiles import MAX_NUMBERS_A_THREAD, TILES, candidates, default_tile, tile_for
 
 KINDS: list[MatrixKind] = ["qkv", "o", "gate_up", "down", "head"]
 

@@ -1,0 +1,80 @@
+"""The tensor-core kernels of decode steps as Hopper gets them, compiled without a GPU.
+
+They are written in Gluon, which nothing interprets; what they compute is tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MODELS = ("smollm2-135m", "qwen2.5-1.5b")
+SHARED_BYTES_OF_A_HOPPER_PROGRAM = 227 << 10
+MAX_SHARED_BYTES_OF_A_SUM = 8 << 10
+"""Room for the sums of warps. A change of layout would take the size of the weights."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.compile_products", *MODELS],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_for_a_few_rows_is_five_launches_a_layer_and_one_in_blocks_seven(
+    compiled: list[dict[str, Any]], model: str
+) -> None:
+    names = {
+        way: [kernel["name"] for kernel in compiled if (kernel["model"], kernel["way"]) == (model, way)]
+        for way in ("rows", "blocks")
+    }
+    product, attention, norm = "_rows_product", "_early_attention", "_rms_norm"
+    assert names["rows"] == ["_embed_tokens", product, attention, *[product] * 4, "_row_best"]
+    product = "_block_product"
+    layer = [product, attention, product, norm, product, product, norm]
+    assert names["blocks"] == ["_embed_tokens", *layer, product, "_row_best"]
+
+
+def test_every_kernel_starts_early_waits_once_and_spills_nothing(compiled: list[dict[str, Any]]) -> None:
+    for kernel in compiled:
+        assert kernel["launch_pdl"], kernel
+        assert kernel["num_waits"] == 1, kernel
+        assert kernel["stack_bytes"] == 0, kernel
+        assert kernel["shared_bytes"] <= SHARED_BYTES_OF_A_HOPPER_PROGRAM, kernel
+
+
+def test_products_for_a_few_rows_ask_for_weights_before_the_wait_and_never_move_them(
+    compiled: list[dict[str, Any]],
+) -> None:
+    products = [kernel for kernel in compiled if kernel["name"] == "_rows_product"]
+    for kernel in products:
+        assert kernel["streamed_before_wait"] >= 4, kernel
+        assert kernel["uses_tensor_cores"], kernel
+        assert kernel["shared_bytes"] <= MAX_SHARED_BYTES_OF_A_SUM, kernel
+
+
+def test_products_in_blocks_are_fed_by_the_copy_engine(compiled: list[dict[str, Any]]) -> None:
+    products = [kernel for kernel in compiled if kernel["name"] == "_block_product"]
+    for kernel in products:
+        assert kernel["uses_tensor_cores"], kernel
+        assert kernel["copies_asynchronously"], kernel
+        assert kernel["streamed_before_wait"] == kernel["streamed_after_wait"] == 0, kernel

@@ -1,0 +1,88 @@
+"""A whole decode step for some dozens of rows, in seven launches a layer that overlap each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.decode_inputs import DecodeViews
+from worker.kernels.block_product import block_gated, block_logits, block_parts
+from worker.kernels.block_tiles import MAX_ROWS, BlockTile, block_tile_for
+from worker.kernels.device import power_of_two
+from worker.kernels.greedy import choose_best
+from worker.kernels.rms_norm import rms_norm_parts
+from worker.kernels.token_rows import embed_tokens
+from worker.kv_cache import KVCache
+from worker.model.rows_step import attend_rows, partials_for, row_state
+from worker.model.vector_step import matrix_shapes
+from worker.step_kernels import Outputs
+
+if TYPE_CHECKING:
+    from worker.model.architecture import DecoderConfig
+    from worker.model.decoder import Decoder, DecoderLayer
+
+_VECTOR = 8
+"""Numbers of half precision in the 16 bytes that the copy engine wants rows to begin at."""
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTiles:
+    """The tiles of one decoder's matrices."""
+
+    qkv: BlockTile
+    o: BlockTile
+    gate_up: BlockTile
+    down: BlockTile
+    head: BlockTile
+
+
+def block_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> BlockTiles | None:
+    """The tiles for steps of `rows` rows; None where this way of computing them does not apply."""
+    shapes = matrix_shapes(config)
+    is_known = dtype in _DTYPES and config.head_dim == power_of_two(config.head_dim)
+    if not is_known or rows > MAX_ROWS or any(size % _VECTOR for size, _ in shapes.values()):
+        return None
+    return BlockTiles(**{kind: block_tile_for(kind, *shape, rows) for kind, shape in shapes.items()})
+
+
+class BlockStep:
+    """A decoder's steps over one pool. They must follow each other on one stream."""
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: BlockTiles, arrived: torch.Tensor) -> None:
+        self.decoder = decoder
+        self.kv_cache = kv_cache
+        self.tiles = tiles
+        self.arrived = arrived
+        """[at least rows * kv_heads] int32, zero between launches."""
+        self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
+
+    def __call__(self, inputs: DecodeViews) -> Outputs:
+        """See worker.decode_step.decode_step."""
+        decoder, config, tiles = self.decoder, self.decoder.config, self.tiles
+        rows, eps = len(inputs.positions), config.rms_norm_eps
+        words = embed_tokens(
+            inputs.token_ids, inputs.sources, inputs.last_tokens, decoder.embedding,
+            scale=self.layers[0].input_norm, eps=eps,
+        )  # fmt: skip
+        x, residual = words.x, words.residual
+        partials = partials_for(config, self.kv_cache, inputs)
+        qkv = residual.new_empty(tiles.qkv.parts, rows, config.qkv_heads * config.head_dim)
+        projected = residual.new_empty(tiles.o.parts, rows, config.hidden_size)
+        lowered = residual.new_empty(tiles.down.parts, rows, config.hidden_size)
+        gated = x.new_empty(rows, config.intermediate_size)
+        attended = partials.sums[:, 0].flatten(1)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), decoder.final_norm]
+        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+            block_parts(x, layer.qkv_weight, tiles.qkv, bias=layer.qkv_bias, out=qkv)
+            attend_rows(layer, decoder.rope_table, self.kv_cache, qkv[0], inputs.block_tables, partials, self.arrived)
+            block_parts(attended, layer.o_weight, tiles.o, bias=layer.o_bias, out=projected)
+            rms_norm_parts(projected, layer.post_attention_norm, eps, residual=residual, out=x)
+            block_gated(x, layer.gate_up_weight, tiles.gate_up, bias=layer.gate_up_bias, out=gated)
+            block_parts(gated, layer.down_weight, tiles.down, bias=layer.down_bias, out=lowered)
+            rms_norm_parts(lowered, next_norm, eps, residual=residual, out=x)
+        logits = inputs.logits_buffer(config.vocab_size)
+        block_logits(x, decoder.lm_head, tiles.head, out=logits, best=words.best)
+        return logits, choose_best(words.best[:, None], logits, row_state(inputs))

@@ -1,0 +1,141 @@
+"""A whole decode step for some rows on tensor cores, in five launches a layer that overlap each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.decode_inputs import DecodeViews
+from worker.kernels.device import num_sms, power_of_two
+from worker.kernels.early_attention import early_attention
+from worker.kernels.early_plan import rows_plan
+from worker.kernels.greedy import RowState, choose_best
+from worker.kernels.partials import Partials, empty_partials
+from worker.kernels.row_tiles import MAX_ROWS, RowTile, columns_for, row_tile_for
+from worker.kernels.rows_product import ScaledRows, rows_add, rows_gated, rows_logits, rows_plain
+from worker.kernels.token_rows import TokenRows, embed_tokens
+from worker.kv_cache import KVCache
+from worker.model.fused import layer_layout
+from worker.model.vector_step import matrix_shapes
+from worker.step_kernels import Outputs
+
+if TYPE_CHECKING:
+    from worker.model.architecture import DecoderConfig
+    from worker.model.decoder import Decoder, DecoderLayer
+
+_VECTOR = 8
+"""Numbers of half precision that one load brings."""
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTiles:
+    """The tiles of one decoder's matrices."""
+
+    qkv: RowTile
+    o: RowTile
+    gate_up: RowTile
+    down: RowTile
+    head: RowTile
+
+
+def row_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> RowTiles | None:
+    """The tiles for steps of `rows` rows; None where this way of computing them does not apply."""
+    shapes = matrix_shapes(config)
+    is_known = dtype in _DTYPES and config.head_dim == power_of_two(config.head_dim)
+    if not is_known or rows > MAX_ROWS or any(size % _VECTOR for size, _ in shapes.values()):
+        return None
+    return RowTiles(**{kind: row_tile_for(kind, *shape, rows) for kind, shape in shapes.items()})
+
+
+class RowsStep:
+    """A decoder's steps over one pool. They must follow each other on one stream."""
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: RowTiles, arrived: torch.Tensor) -> None:
+        self.decoder = decoder
+        self.kv_cache = kv_cache
+        self.tiles = tiles
+        self.arrived = arrived
+        """[at least rows * kv_heads] int32, zero between launches."""
+        self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
+
+    def __call__(self, inputs: DecodeViews) -> Outputs:
+        """See worker.decode_step.decode_step."""
+        decoder, config, tiles = self.decoder, self.decoder.config, self.tiles
+        rows, eps = len(inputs.positions), config.rms_norm_eps
+        words = self._embed(inputs)
+        residual, x = words.residual, ScaledRows(x=words.x, squares=words.squares)
+        after_o, after_down = self._scaled_like(words.x, tiles.o), self._scaled_like(words.x, tiles.down)
+        partials = partials_for(config, self.kv_cache, inputs)
+        qkv = residual.new_empty(rows, config.qkv_heads * config.head_dim)
+        gated = words.x.new_empty(rows, config.intermediate_size)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), decoder.final_norm]
+        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+            rows_plain(x, layer.qkv_weight, tiles.qkv, eps=eps, bias=layer.qkv_bias, out=qkv)
+            attend_rows(layer, decoder.rope_table, self.kv_cache, qkv, inputs.block_tables, partials, self.arrived)
+            rows_add(
+                partials.sums[:, 0].flatten(1), layer.o_weight, tiles.o, bias=layer.o_bias,
+                residual=residual, scale=layer.post_attention_norm, out=after_o,
+            )  # fmt: skip
+            rows_gated(after_o, layer.gate_up_weight, tiles.gate_up, eps=eps, bias=layer.gate_up_bias, out=gated)
+            rows_add(
+                gated, layer.down_weight, tiles.down, bias=layer.down_bias,
+                residual=residual, scale=next_norm, out=after_down,
+            )  # fmt: skip
+            x = after_down
+        logits = inputs.logits_buffer(config.vocab_size)
+        rows_logits(x, decoder.lm_head, tiles.head, eps=eps, out=logits, best=words.best)
+        return logits, choose_best(words.best[:, None], logits, row_state(inputs))
+
+    def _embed(self, inputs: DecodeViews) -> TokenRows:
+        return embed_tokens(
+            inputs.token_ids,
+            inputs.sources,
+            inputs.last_tokens,
+            self.decoder.embedding,
+            scale=self.layers[0].input_norm,
+            columns=columns_for(len(inputs.positions)),
+        )
+
+    @staticmethod
+    def _scaled_like(x: torch.Tensor, tile: RowTile) -> ScaledRows:
+        """Room for what the product with `tile` leaves for a norm."""
+        parts = -(-x.shape[1] // tile.out)
+        squares = x.new_empty(parts, columns_for(len(x)), dtype=torch.float32)
+        return ScaledRows(x=torch.empty_like(x), squares=squares)
+
+
+def row_state(inputs: DecodeViews) -> RowState:
+    """What the choice of tokens moves on."""
+    return RowState(
+        last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
+    )
+
+
+def attend_rows(
+    layer: DecoderLayer,
+    rope_table: torch.Tensor,
+    kv_cache: KVCache,
+    qkv: torch.Tensor,
+    block_tables: torch.Tensor,
+    partials: Partials,
+    arrived: torch.Tensor,
+) -> None:
+    """See early_attention; the whole results are the first partial ones."""
+    keys, values = kv_cache.keys[layer.index], kv_cache.values[layer.index]
+    early_attention(qkv, layer_layout(layer, rope_table), keys, values, block_tables, partials, arrived)
+
+
+def partials_for(config: DecoderConfig, kv_cache: KVCache, inputs: DecodeViews) -> Partials:
+    """Room for the results of `attend_rows`."""
+    plan = rows_plan(
+        rows=len(inputs.positions),
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        width=inputs.block_tables.shape[1] * kv_cache.block_size,
+        num_sms=num_sms(inputs.positions.device),
+    )
+    heads = {"num_heads": config.num_heads, "head_dim": config.head_dim}
+    return empty_partials(inputs.positions, plan, **heads, dtype=kv_cache.storage.dtype)
