@@ -204,7 +204,7 @@ async def _deadlines(schedule: Schedule) -> str:
     async def ask(number: int, question: Question, timeout_s: float) -> None:
         name = f"hurry{number}"
         record = await schedule.pool.ask(question, request_id=name, timeout_s=timeout_s)
-        schedule.judge(name, record, may_fail=(DeadlineExceeded,))
+        schedule.judge(name, record, may_fail=(DeadlineExceeded, ResourceExhausted))
 
     for number in range(16):
         schedule.beside(ask(number, random_question(schedule.draw), schedule.draw.uniform(0.01, 0.4)))

@@ -215,8 +215,8 @@ class SimPool:
 
     def stream(self, question: Question, *, request_id: str, timeout_s: float | None = None) -> SimStream:
         """The pieces of an answer."""
-        channel = self.network.channel(CLIENT, self.router.address)
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[arg-type]  # what it needs of one
+        channel: Any = self.network.channel(CLIENT, self.router.address)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         request = generate_request(question.prompt, model="", request_id=request_id, sampling=question.sampling())  # type: ignore[arg-type]
         return SimStream(stub.GenerateStream(request, timeout=timeout_s))
 

@@ -29,8 +29,8 @@ async def fault_stub(address: str) -> AsyncIterator[Any]:
 
 
 def on_prompt(kind: str, **values: Any) -> fault_pb2.InjectRequest:
-    fault = fault_pb2.PromptFault(prompt_token_ids=PROMPT, **values)
-    return fault_pb2.InjectRequest(**{kind: fault})
+    faults: dict[str, Any] = {kind: fault_pb2.PromptFault(prompt_token_ids=PROMPT, **values)}
+    return fault_pb2.InjectRequest(**faults)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,8 @@ async def test_slow_steps_take_longer_until_they_are_cleared() -> None:
 async def test_an_engine_that_stands_still_fails_its_replica(kind: str) -> None:
     one = await start_replica(OFFERED)
     async with fault_stub(one.server.address) as stub, AsyncGraphpoolClient(one.server.address, ONE_TRY) as client:
-        await stub.Inject(fault_pb2.InjectRequest(**{kind: fault_pb2.HangFault(duration_s=30)}))
+        fault: dict[str, Any] = {kind: fault_pb2.HangFault(duration_s=30)}
+        await stub.Inject(fault_pb2.InjectRequest(**fault))
         with pytest.raises(CallError):
             await client.generate(PROMPT, max_tokens=40)
         await stub.Clear(fault_pb2.ClearRequest())
