@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli import admission_options as admission
 from cluster.cli import options
 from cluster.cli import security_options as security
+from cluster.cli.admission_options import PolicyName
 from cluster.cli.options import NETWORK
 from cluster.cli.running import run_until_stopped, usage_errors
 
@@ -28,6 +30,9 @@ def router(
     ] = "",
     metrics_port: options.MetricsPort = None,
     max_streams: options.MaxStreams = 4096,
+    policy: admission.Policy = PolicyName.LEAST_TOKENS,
+    max_waiting: admission.MaxWaiting = 1024,
+    max_wait_s: admission.MaxWaitS = 120.0,
     drain_s: options.DrainS = 30.0,
     tls_cert: security.TlsCert = "",
     tls_key: security.TlsKey = "",
@@ -59,6 +64,9 @@ def router(
             name=name,
             replicas=tuple(replica or ()),
             max_streams=max_streams,
+            policy=policy.value,
+            max_waiting=max_waiting,
+            max_wait_s=max_wait_s,
         )
     run_until_stopped(lambda: _serve(config, drain_s))
 

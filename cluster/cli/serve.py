@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli import admission_options as admission
 from cluster.cli import options
 from cluster.cli import security_options as security
+from cluster.cli.admission_options import PolicyName
 from cluster.cli.options import Device, Dtype, Graphs, LoadFormat
 from cluster.cli.running import run_until_stopped, usage_errors
 from cluster.cli.worker_options import worker_config
@@ -51,6 +53,8 @@ def serve(
         ),
     ] = None,
     max_streams: options.MaxStreams = 4096,
+    policy: admission.Policy = PolicyName.LEAST_TOKENS,
+    max_wait_s: admission.MaxWaitS = 120.0,
     flush_ms: options.FlushMs = 8.0,
     drain_s: options.DrainS = 10.0,
     start_timeout_s: Annotated[
@@ -106,6 +110,9 @@ def serve(
                     pool_token=pool_token,
                 ),
                 max_streams=max_streams,
+                policy=policy.value,
+                max_waiting=max_waiting,
+                max_wait_s=max_wait_s,
                 metrics_listen=options.metrics_listen(host, metrics_port),
             ),
             num_replicas=replicas,
