@@ -28,6 +28,7 @@ PHASES = {
 }
 MIN_TRIAL_TOKENS = 2
 FRAME_BYTES = 512 * 1024
+LAST_WRITE_S = 0.5
 """A frame takes no further answers past this."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -59,6 +60,7 @@ class AttachSession:
         self._is_flush_due = self._is_ending = False
         self._flush_timer: asyncio.TimerHandle | None = None
         self._writing_since_s: float | None = None
+        self._written: asyncio.Future[None] | None = None
         self._over: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self, context: Context) -> None:
@@ -73,6 +75,8 @@ class AttachSession:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
+            if self._written is not None:
+                await asyncio.wait((self._written,), timeout=LAST_WRITE_S)
         if self._over.done():
             self._over.result()
         for result in results:
@@ -122,7 +126,9 @@ class AttachSession:
             self._wake.clear()
             frame, ended = self._next_frame()
             self._writing_since_s = time.monotonic()
-            await context.write(frame)
+            self._written = asyncio.ensure_future(context.write(frame))
+            # A write goes on in gRPC when its task is cancelled, and no status can be sent before it has ended.
+            await asyncio.shield(self._written)
             self._writing_since_s = None
             for live in ended:
                 self._backend.close(live)
