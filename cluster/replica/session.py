@@ -28,8 +28,9 @@ PHASES = {
 }
 MIN_TRIAL_TOKENS = 2
 FRAME_BYTES = 512 * 1024
-LAST_WRITE_S = 0.5
 """A frame takes no further answers past this."""
+LAST_WRITE_S = 0.5
+"""What a frame that is being written at the end may take."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 log = logging.getLogger(__name__)
