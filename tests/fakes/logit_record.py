@@ -9,7 +9,7 @@ import torch
 
 from worker.batch import Batch, Segment
 from worker.engine import Engine
-from worker.pending import PendingStep
+from worker.pending import Letter, PendingStep
 from worker.request import ChoiceDelta, GenerateRequest
 
 Answers = dict[tuple[str, int], list[int]]
@@ -27,18 +27,27 @@ class LogitRecord:
 
     def watch(self, engine: Engine) -> None:
         """Look at every step of `engine` from now on."""
-        eager: Any = getattr(engine.runner, "eager", engine.runner)
-        choose = eager.choose
+        runner: Any = engine.runner
+        eager: Any = getattr(runner, "eager", runner)
+        choose, open_letter = eager.choose, eager.open_letter
+        eager_logits: list[torch.Tensor] = []
 
-        def watching(batch: Batch, logits: torch.Tensor, *rest: Any) -> PendingStep:
-            rows = logits.detach().cpu().clone()
-            self._seen += list(zip(batch.sampling, rows, strict=False))
-            self.phases.add(batch.phase)
-            self.runners |= {value for value in rest if isinstance(value, str)}
-            chosen: PendingStep = choose(batch, logits, *rest)
+        def choosing(batch: Batch, logits: torch.Tensor, packed: torch.Tensor, name: str) -> PendingStep:
+            eager_logits.append(logits)
+            chosen: PendingStep = choose(batch, logits, packed, name)
+            eager_logits.clear()
             return chosen
 
-        eager.choose = watching
+        def opening(batch: Batch, packed: torch.Tensor) -> Letter | None:
+            # A step that no eager call announced was replayed, and a graph has left its logits.
+            logits = eager_logits[0] if eager_logits else runner.regions.logits
+            self.runners.add("eager" if eager_logits else "graph")
+            self.phases.add(batch.phase)
+            self._seen += list(zip(batch.sampling, logits.detach().cpu().clone(), strict=False))
+            letter: Letter | None = open_letter(batch, packed)
+            return letter
+
+        eager.choose, eager.open_letter = choosing, opening
 
     def run(self, engine: Engine, requests: list[GenerateRequest], *, limit: int = 5000) -> Answers:
         """The answers of `engine`, which takes all requests at once, after comparing what it computed."""

@@ -45,7 +45,7 @@ class QueryTables:
     @property
     def num_splits(self) -> int:
         """Splits of the longest row there can be."""
-        return triton.cdiv(self.block_tables.shape[-1] * self.block_size, SPLIT_TOKENS)
+        return -(-self.block_tables.shape[-1] * self.block_size // SPLIT_TOKENS)
 
 
 class SplitWorkspace:
