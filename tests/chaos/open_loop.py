@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -119,7 +120,7 @@ async def flood(
     finally:
         lag.cancel()
         for channel in channels:
-            await channel.close()
+            await channel.close(None)
     return result
 
 
@@ -134,10 +135,11 @@ def _ask(
     async def ask(criticality: str) -> None:
         sent_s, code, pushback_ms = time.monotonic(), grpc.StatusCode.OK, 0
         try:
-            await stub.Generate(request, timeout=timeout_s, metadata=((KEY, criticality),))  # type: ignore[misc,call-arg,arg-type]
+            await stub.Generate(request, timeout=timeout_s, metadata=((KEY, criticality),))  # type: ignore[misc]
         except grpc.aio.AioRpcError as error:
             code = error.code()
-            pushback_ms = int(dict(error.trailing_metadata() or ()).get(PUSHBACK_KEY, 0))
+            trailers: Any = error.trailing_metadata() or ()
+            pushback_ms = int(dict(trailers).get(PUSHBACK_KEY, 0))
         result.outcomes.append(Outcome(sent_s, time.monotonic() - sent_s, code, criticality, pushback_ms))
 
     return ask

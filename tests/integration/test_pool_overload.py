@@ -83,8 +83,8 @@ async def test_what_would_miss_its_deadline_in_the_queue_is_refused_at_once_with
                 await ask(channel, request(100), timeout_s=1.0)
             assert time.monotonic() - started_s < 0.5
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            trailers: dict[str, Any] = dict(caught.value.trailing_metadata() or ())
-            assert 80 <= int(trailers["grpc-retry-pushback-ms"]) <= 6000
+            trailers: Any = caught.value.trailing_metadata() or ()
+            assert 80 <= int(dict(trailers)["grpc-retry-pushback-ms"]) <= 6000
         assert pool.replicas[0].engine.load().waiting == 0
         holder.cancel()
 
