@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from cluster.doctor.deploy.cluster_file import cluster_findings, gpus_of_node_types
+from cluster.doctor.deploy.cluster_file import cluster_findings, gpu_nodes
 from cluster.doctor.deploy.document import Document, read_documents
-from cluster.doctor.deploy.ray_service import is_ray, manifest_findings, ray_service_findings, too_large_replicas
+from cluster.doctor.deploy.ray_service import is_ray, manifest_findings, ray_service_findings
 from cluster.doctor.deploy.secrets import placeholder_findings, secret_findings
-from cluster.doctor.deploy.serve_config import serve_findings
+from cluster.doctor.deploy.serve_config import placement_findings, serve_findings
 from cluster.doctor.finding import Finding
 
 Kind = Literal["cluster", "serve", "ray", "other"]
@@ -77,12 +77,12 @@ def _across(documents: Sequence[Document]) -> Iterator[Finding]:
         for document in documents
         if kind_of(document) == "cluster" and document.mapping("available_node_types")
     ]
-    gpus = [count for document in clusters for count in gpus_of_node_types(document).values()]
-    if not clusters or None in gpus:
+    nodes = [(gpus, count) for document in clusters for gpus, count in gpu_nodes(document) if gpus is not None]
+    if not clusters or len(nodes) < sum(len(gpu_nodes(document)) for document in clusters):
         return
     for document in documents:
         if kind_of(document) == "serve":
-            yield from too_large_replicas(document, [count for count in gpus if count is not None])
+            yield from placement_findings(document, nodes)
 
 
 def _root(file: Path) -> Path:

@@ -35,10 +35,11 @@ def cluster_findings(document: Document, folder: Path) -> Iterator[Finding]:
         yield from _local(document, folder)
 
 
-def gpus_of_node_types(document: Document) -> dict[str, float | None]:
-    """GPUs of one node of each type; None where the file leaves it to the machine."""
+def gpu_nodes(document: Document) -> list[tuple[float | None, object]]:
+    """Of each type of worker: GPUs of one node, None where the file leaves it to the machine; and its max_workers."""
     types = document.mapping("available_node_types")
-    return {name: _gpus_of(document, name) for name in types if name != document.get("head_node_type")}
+    names = [name for name in types if name != document.get("head_node_type")]
+    return [(_gpus_of(document, name), document.get("available_node_types", name, "max_workers")) for name in names]
 
 
 def _gpus_of(document: Document, name: str) -> float | None:
@@ -64,8 +65,7 @@ def _gpus(document: Document) -> Iterator[Finding]:
                     "leave --num-gpus out: Ray counts them",
                 )
         return
-    gpus = gpus_of_node_types(document)
-    if not any(count is None or count > 0 for count in gpus.values()):
+    if not any(gpus is None or gpus > 0 for gpus, _ in gpu_nodes(document)):
         yield document.find(
             "fail", ("available_node_types",), "no node type has a GPU, so no replica that asks for one is ever placed",
             "a worker type with a GPU machine (AWS g6.xlarge, GCP g2-standard-8) and resources: {GPU: 1}",

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.doctor.deploy.document import Document, Path, read_documents
 from cluster.doctor.deploy.images import image_findings, version_findings
-from cluster.doctor.deploy.serve_config import replica_gpus, serve_findings
+from cluster.doctor.deploy.serve_config import placement_findings, serve_findings
 from cluster.doctor.finding import Finding
 
 GPU = "nvidia.com/gpu"
@@ -195,7 +195,9 @@ def _gpus(document: Document, group: Path) -> float:
 
 
 def _fits_pods(document: Document, path: Path, inner: Document) -> Iterator[Finding]:
-    yield from too_large_replicas(inner, pod_gpus(document))
+    groups = document.items(*path, "workerGroupSpecs")
+    most = [group.get("maxReplicas") if isinstance(group, dict) else None for group in groups]
+    yield from placement_findings(inner, list(zip(pod_gpus(document), most, strict=True)))
     for index, application in enumerate(inner.items("applications")):
         grace_s = inner.get("applications", index, "args", "drain_timeout_s", default=120.0)
         if not isinstance(application, dict) or not isinstance(grace_s, (int, float)):
@@ -208,16 +210,3 @@ def _fits_pods(document: Document, path: Path, inner: Document) -> Iterator[Find
                     "fail", place, f"Kubernetes kills a pod after {stop_s} s, while its replica may take {grace_s:g} s to finish its answers",
                     f"terminationGracePeriodSeconds: {grace_s + 30:.0f}",
                 )  # fmt: skip
-
-
-def too_large_replicas(serve: Document, gpus_of_nodes: list[float]) -> Iterator[Finding]:
-    """Replicas that ask for more GPUs than any node has, or more of them than all nodes have."""
-    largest = max(gpus_of_nodes, default=0.0)
-    for path, gpus, _ in replica_gpus(serve):
-        if gpus > largest:
-            yield serve.find(
-                "fail",
-                path,
-                f"a replica asks for {gpus:g} GPUs, but no node has more than {largest:g}: it is never placed",
-                f"num_gpus: {min(1.0, largest):g}, or nodes with more",
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cluster.doctor.deploy.document import Document, Path
@@ -47,6 +47,25 @@ def replica_gpus(document: Document) -> Iterator[tuple[Path, float, int]]:
             count = autoscaling.get("max_replicas") if isinstance(autoscaling, dict) else values.get("num_replicas", 1)
             if isinstance(gpus, (int, float)) and isinstance(count, int):
                 yield (*path, "num_gpus"), float(gpus), count
+
+
+def placement_findings(document: Document, nodes: Sequence[tuple[float, object]]) -> Iterator[Finding]:
+    """Whether the replicas find a place on nodes with so many GPUs each, of which there may be so many."""
+    largest = max((gpus for gpus, _ in nodes), default=0.0)
+    total = sum(gpus * count if isinstance(count, int) else math.inf for gpus, count in nodes if gpus)
+    wanted = 0.0
+    for path, gpus, count in replica_gpus(document):
+        wanted += gpus * count
+        if gpus > largest:
+            yield document.find(
+                "fail", path, f"a replica asks for {gpus:g} GPUs, but no node has more than {largest:g}: it is never placed",
+                f"num_gpus: {min(1.0, largest):g}, or nodes with more",
+            )  # fmt: skip
+        elif wanted > total:
+            yield document.find(
+                "fail", path, f"the replicas ask for {wanted:g} GPUs together, but the nodes have {total:g} at most: some are never placed",
+                "fewer replicas, or a larger limit on the nodes",
+            )  # fmt: skip
 
 
 def _open_ports(document: Document) -> Iterator[Finding]:
