@@ -1,0 +1,189 @@
+"""What sampling adds to a decode step: the fused stage alone, and behind the step of a model, both from graphs.
+
+    python -m bench.sampling [--model NAME] [--batches N ...]
+
+Each kind of request is checked first: the fused stage and the plain one must choose the same tokens and leave the same
+state. Writes `bench/results/sampling.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bench.kernels import CUDA, REPLAYS, DecodeBench, native_model
+from bench.peers import device_ms
+from bench.results_file import Results
+from tests.fakes.sampled_rows import Rows, sequence
+from worker import sampler
+from worker.causal_lm import CausalLM
+from worker.decode_step import decode_step
+from worker.kernels.sample import sample
+from worker.sampling import SamplingParams
+from worker.sampling_table import ALL_NEEDS, SamplingViews
+
+KINDS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.8},
+    "top-k 50, top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+    "5 log-probabilities": {"temperature": 0.8, "logprobs": 5},
+    "all of it": {
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "logprobs": 5,
+        "logit_bias": {7: 1.0, 900: -1.0},
+        "min_tokens": 1000,
+        "stop_token_ids": (9,),
+    },
+}
+SPREADS = {"flat": 1.0, "peaked": 3.0}
+"""Standard deviations of logits: as random weights make them, and about as trained ones do."""
+HISTORY = 500
+"""Tokens behind each row."""
+CONTEXT = 128
+
+
+def rows_of(kind: str, logits: torch.Tensor) -> Rows:
+    """One row of `kind` for each row of logits."""
+    vocab = logits.shape[1]
+    history = [(7919 * i) % vocab for i in range(HISTORY)]
+    made = [
+        sequence(SamplingParams(seed=seed, **KINDS[kind]), history[:128], history[128:]) for seed in range(len(logits))
+    ]
+    return Rows(made, logits)
+
+
+def is_equal_to_plain(rows: Rows) -> bool:
+    """Whether the fused stage does what the plain one does."""
+    plain, fused = rows.copy(), rows.copy()
+    expected, found = sampler.sample(rows.logits, plain), sample(rows.logits, fused)
+    state = ("whole", "counts", "last_tokens")
+    return torch.equal(expected[0], found[0]) and all(
+        torch.equal(getattr(plain, name), getattr(fused, name)) for name in state
+    )
+
+
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """`run` as a graph; it is compiled and warm before."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def graph_us(*graphs: torch.cuda.CUDAGraph, before: Callable[[], None] = lambda: None) -> float:
+    """Device microseconds of one replay of all `graphs` in turn, behind each other in a queue."""
+
+    def replays() -> None:
+        before()
+        for _ in range(REPLAYS):
+            for graph in graphs:
+                graph.replay()
+
+    return 1e3 * device_ms(replays, rounds=1, blocks=7) / REPLAYS
+
+
+class StepBench(DecodeBench):
+    """A decode step that leaves its logits and tokens where the stage of `rows` finds them."""
+
+    def __init__(self, model: CausalLM, batch: int) -> None:
+        super().__init__(model, "triton", batch, CONTEXT, tier=1024, gemv_rows=int(batch == 1))
+        self.logits = torch.zeros(batch, model.shape.vocab_size, device=CUDA)
+
+    @torch.inference_mode()
+    def step(self) -> torch.Tensor:
+        views = replace(self.inputs.views(self.batch, self.width), logits=self.logits)
+        logits, _ = decode_step(self.model, self.kernels, views)
+        if logits.data_ptr() != self.logits.data_ptr():
+            self.logits.copy_(logits)
+        return logits
+
+    def views(self, kind: str) -> SamplingViews:
+        self.step()
+        rows = rows_of(kind, self.logits)
+        places = torch.arange(self.batch, device=CUDA)
+        rows.views.places[:, 0].copy_(places)
+        rows.views.places[:, 1].copy_(places)
+        return replace(rows.views, last_tokens=self.inputs.last_tokens)
+
+
+def measure_stage(results: Results, model: str, batch: int, vocab: int) -> None:
+    """The stage alone, over random logits of both shapes."""
+    generator = torch.Generator(CUDA).manual_seed(batch)
+    for shape, spread in SPREADS.items():
+        logits = torch.randn(batch, vocab, device=CUDA, generator=generator) * spread
+        for kind in KINDS:
+            rows = rows_of(kind, logits)
+            results.correctness[f"{kind}, {shape}, batch {batch}"] = is_equal_to_plain(rows)
+            systems: dict[str, Callable[[], object]] = {
+                "graphpool": lambda rows=rows: sample(rows.logits, rows.views, ALL_NEEDS)
+            }
+            if batch <= 32 and shape == "flat":
+                systems["torch"] = lambda rows=rows: sampler.sample(rows.logits, rows.views)
+            for system, run in systems.items():
+                value = graph_us(captured(run))
+                note = f"{kind}, {shape}"
+                results.add(
+                    system=system,
+                    model=model,
+                    batch=batch,
+                    metric="sampling_us",
+                    unit="us",
+                    value=value,
+                    scope="step",
+                    note=note,
+                )
+                print(f"batch {batch:4} {note:32} {system:10} {value:8.1f} us", flush=True)
+
+
+def measure_step(results: Results, name: str, model: CausalLM, batch: int) -> None:
+    """The step of a model without the stage, and with it behind."""
+    bench = StepBench(model, batch)
+    step = captured(bench.step)
+    alone = graph_us(step, before=bench.reset)
+    rows = [("greedy", alone)]
+    for kind in KINDS:
+        views = bench.views(kind)
+        stage = captured(lambda views=views: sample(bench.logits, views, ALL_NEEDS))
+        rows.append((kind, graph_us(step, stage, before=bench.reset)))
+    for kind, value in rows:
+        results.add(
+            system="graphpool",
+            model=name,
+            batch=batch,
+            context=CONTEXT,
+            metric="decode_step_ms",
+            unit="ms",
+            value=value / 1e3,
+            scope="step",
+            note=kind,
+        )
+        print(f"batch {batch:4} {kind:32} step {value:8.1f} us, {value - alone:+6.1f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="llama-3.2-1b")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256])
+    arguments = parser.parse_args()
+    results = Results(bench="sampling", hardware=torch.cuda.get_device_name(CUDA))
+    model = native_model(arguments.model)
+    with torch.inference_mode():
+        for batch in arguments.batches:
+            measure_step(results, arguments.model, model, batch)
+            measure_stage(results, arguments.model, batch, model.shape.vocab_size)
+    assert all(results.correctness.values()), results.correctness
+    print(results.write())
+
+
+if __name__ == "__main__":
+    main()
