@@ -3,7 +3,8 @@
     python -m bench.replica_grpc [--model NAME] [--batches 1 8 32 256] [--device cuda]
 
 Random weights of a public shape, 128 prompt and 128 new tokens, greedy. The replica is a process of its own, the client
-another; both hosts' time is in the numbers. Each answer must be whole and equal to the same prompt alone as far as
+another; both hosts' time is in the numbers. The same once more through a router, a third process, whose single stream to
+the replica carries all requests. Each answer must be whole and equal to the same prompt alone as far as
 bf16 near-ties allow. Writes `bench/results/replica_grpc.json`.
 """
 
@@ -58,6 +59,16 @@ async def serve(options: argparse.Namespace) -> None:
     await process.server.wait_stopped()
 
 
+async def route(options: argparse.Namespace) -> None:
+    """The router process."""
+    from cluster.config import RouterConfig
+    from cluster.router.server import RouterServer
+
+    server = RouterServer(RouterConfig(listen=f"127.0.0.1:{options.route}", replicas=(f"127.0.0.1:{options.port}",)))
+    await server.start()
+    await asyncio.Event().wait()
+
+
 @contextlib.contextmanager
 def replica(options: argparse.Namespace, config: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start one and end it."""
@@ -72,6 +83,28 @@ def replica(options: argparse.Namespace, config: Path) -> Iterator[subprocess.Po
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
         process.kill()
+
+
+@contextlib.contextmanager
+def router(options: argparse.Namespace) -> Iterator[int]:
+    """Start one in front of the replica; its port."""
+    port = free_port()
+    command = [sys.executable, "-m", "bench.replica_grpc", "--route", str(port), "--port", str(options.port)]
+    process = subprocess.Popen(command)
+    try:
+        yield port
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Clock:
@@ -107,18 +140,18 @@ def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
     return [[dice.randrange(3, vocab) for _ in range(length)] for _ in range(count)]
 
 
-async def first_answer(options: argparse.Namespace, started: float) -> float:
-    """Seconds from the start of the process to the first token a client sees."""
+async def first_answer(port: int, started: float) -> float:
+    """Seconds from the start of a process to the first token a client sees."""
     from cluster.client import AsyncGraphpoolClient
 
     while True:
         with contextlib.suppress(Exception):
-            async with AsyncGraphpoolClient(f"127.0.0.1:{options.port}") as client:
+            async with AsyncGraphpoolClient(f"127.0.0.1:{port}") as client:
                 await ask(client, [5, 6, 7], max_tokens=1)
                 return time.perf_counter() - started
         await asyncio.sleep(0.05)
         if time.perf_counter() - started > 300:
-            raise TimeoutError("the replica did not answer within 300 s")
+            raise TimeoutError("no answer within 300 s")
 
 
 async def all_captured(client: Any, started: float) -> float:
@@ -133,22 +166,28 @@ async def all_captured(client: Any, started: float) -> float:
     return float("nan")
 
 
-async def measure(options: argparse.Namespace, results: Results) -> None:
+async def measure(options: argparse.Namespace, results: Results, port: int, way: str) -> None:
     from cluster.client import AsyncGraphpoolClient
 
     vocab = SHAPES[options.model]["vocab_size"]
-    async with AsyncGraphpoolClient(f"127.0.0.1:{options.port}") as client:
+    async with AsyncGraphpoolClient(f"127.0.0.1:{port}") as client:
         alone = [(await ask(client, prompt)).token_ids for prompt in prompts(4, PROMPT, vocab, 0)]
         for batch in options.batches:
-            await measure_batch(client, batch, vocab, alone, options, results)
-        for length in (128, 1024):
+            await measure_batch(client, batch, vocab, alone, options, results, way)
+        for length in (128, 1024) if options.device == "cuda" else (128,):
             clocks = [await ask(client, prompt, 1) for prompt in prompts(12, length, vocab, 7)]
             value = median(clock.ttft_ms for clock in clocks[2:])
-            add(results, options, metric="ttft_ms", unit="ms", value=value, batch=1, context=length)
+            add(results, options, metric="ttft_ms", unit="ms", value=value, batch=1, context=length, note=way)
 
 
 async def measure_batch(
-    client: Any, batch: int, vocab: int, alone: list[list[int]], options: argparse.Namespace, results: Results
+    client: Any,
+    batch: int,
+    vocab: int,
+    alone: list[list[int]],
+    options: argparse.Namespace,
+    results: Results,
+    way: str,
 ) -> None:
     rounds = []
     for round_number in range(ROUNDS):
@@ -159,8 +198,11 @@ async def measure_batch(
             compare(batch, clocks, alone, results)
     per_token = median(clock.token_ms for _, clocks in rounds[1:] for clock in clocks)
     wall = min(seconds for seconds, _ in rounds[1:])
-    add(results, options, metric="decode_step_ms", unit="ms", value=per_token, batch=batch, context=PROMPT)
-    add(results, options, metric="tokens_per_s", unit="1/s", value=batch * ANSWER / wall, batch=batch, context=PROMPT)
+    where = {"batch": batch, "context": PROMPT, "note": way}
+    add(results, options, metric="decode_step_ms", unit="ms", value=per_token, **where)
+    add(results, options, metric="tokens_per_s", unit="1/s", value=batch * ANSWER / wall, **where)
+    first = median(clock.ttft_ms for _, clocks in rounds[1:] for clock in clocks)
+    add(results, options, metric="burst_ttft_ms", unit="ms", value=first, **where)
 
 
 def compare(batch: int, clocks: list[Clock], alone: list[list[int]], results: Results) -> None:
@@ -188,18 +230,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--flush-ms", type=float, default=8.0)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--route", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 async def run(options: argparse.Namespace) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        options.port = probe.getsockname()[1]
+    options.port = free_port()
     results = Results(bench="replica_grpc", hardware=hardware(options.device))
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         with replica(options, write_config(options.model, Path(folder))):
-            first = await first_answer(options, started)
+            first = await first_answer(options.port, started)
             add(results, options, metric="start_to_first_token_s", unit="s", value=first)
             from cluster.client import AsyncGraphpoolClient
 
@@ -207,7 +248,10 @@ async def run(options: argparse.Namespace) -> None:
                 full = await all_captured(client, started) if options.device == "cuda" else float("nan")
             if full == full:
                 add(results, options, metric="start_to_all_graphs_s", unit="s", value=full)
-            await measure(options, results)
+            await measure(options, results, options.port, "direct")
+            with router(options) as port:
+                await first_answer(port, time.perf_counter())
+                await measure(options, results, port, "through a router")
     print(results.correctness)
     print(results.write())
 
@@ -223,7 +267,7 @@ def hardware(device: str) -> str:
 
 def main() -> None:
     options = parse()
-    asyncio.run(serve(options) if options.serve else run(options))
+    asyncio.run(serve(options) if options.serve else route(options) if options.route else run(options))
 
 
 if __name__ == "__main__":
