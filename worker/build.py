@@ -28,6 +28,7 @@ from worker.runner import EagerRunner, Runner
 from worker.scheduler import Scheduler
 from worker.service import EventSink
 from worker.shapes import Shapes, choose_device, choose_dtype, choose_shapes
+from worker.step_cost import BytesMoved
 from worker.step_kernels import StepKernels, choose_kernels
 from worker.text.processor import TextProcessor
 
@@ -95,7 +96,8 @@ def create_engine(
     shapes = choose_shapes(config, served.model.shape, weight.device, weight.dtype)
     kv_cache = create_kv_cache(config, served, shapes)
     pool = BlockPool(shapes.num_blocks)
-    runner = create_runner(config, served, shapes, kv_cache, pool)
+    kernels = create_kernels(config, served, shapes, kv_cache)
+    runner = create_runner(config, served, shapes, kv_cache, kernels, pool)
     scheduler = Scheduler(
         tiers=shapes.tiers,
         buckets=shapes.buckets,
@@ -104,6 +106,7 @@ def create_engine(
         max_waiting=config.max_waiting,
         max_prefill_segments=runner.max_prefill_segments,
         packs_parts=runner.packs_parts,
+        step_cost=step_cost(served, shapes) if kernels.reads_full_width else None,
         prefill_chunk_when_busy=shapes.prefill_chunk_when_busy,
         prefix_cache=PrefixCache(pool, config.block_size) if config.prefix_cache else None,
     )
@@ -135,7 +138,12 @@ def create_kv_cache(config: WorkerConfig, served: ServedModel, shapes: Shapes) -
 
 
 def create_runner(
-    config: WorkerConfig, served: ServedModel, shapes: Shapes, kv_cache: KVCache, pool: BlockPool
+    config: WorkerConfig,
+    served: ServedModel,
+    shapes: Shapes,
+    kv_cache: KVCache,
+    kernels: StepKernels,
+    pool: BlockPool,
 ) -> Runner:
     """The eager runner, or the graph runner around it."""
     eager = EagerRunner(
@@ -145,7 +153,7 @@ def create_runner(
         max_batch=shapes.buckets.largest,
         prefill_chunk=shapes.prefill_buckets.largest,
         eos_token_ids=served.eos_token_ids,
-        kernels=create_kernels(config, served, shapes, kv_cache),
+        kernels=kernels,
     )
     if not shapes.has_graphs:
         return eager
@@ -165,6 +173,12 @@ def create_kernels(config: WorkerConfig, served: ServedModel, shapes: Shapes, kv
     return choose_kernels(
         config.kernels, kv_cache, num_heads=served.model.shape.num_heads, max_rows=shapes.buckets.largest
     )
+
+
+def step_cost(served: ServedModel, shapes: Shapes) -> BytesMoved:
+    """What decode steps cost by tier, where their attention reads its full width."""
+    weights = sum(weight.nbytes for weight in served.model.module.parameters())
+    return BytesMoved.of(served.model.shape, weights, shapes.dtype.itemsize)
 
 
 def describe(files: ModelFiles, served: ServedModel, shapes: Shapes, text: TextProcessor | None) -> EngineInfo:

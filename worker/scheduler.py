@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from worker.batch import Batch, Phase, Segment
 from worker.block_pool import BlockPool
 from worker.errors import QueueFull
 from worker.load import TierLoad
-from worker.policy import choose_phase, cut_chunk, may_admit, prefill_budget
+from worker.policy import choose_phase, cut_chunk, group_tiers, may_admit, prefill_budget
 from worker.prefix_cache import PrefixCache
 from worker.request import Criticality, GenerateRequest
 from worker.sequence import Sequence, SequenceState
 from worker.tiers import BucketTable, TierTable
 from worker.waiting_queue import WaitingQueue
+
+StepCost = Callable[[int, int], float]
+"""(tier, rows) -> what a decode step of that shape costs, in any unit."""
+GROUPING_MARGIN = 0.25
+"""What two batches in turn must save, by a cost that knows only of memory traffic: half of what it foretells came true."""
 
 
 class Scheduler:
@@ -33,6 +39,7 @@ class Scheduler:
         max_waiting: int,
         max_prefill_segments: int,
         packs_parts: bool = True,
+        step_cost: StepCost | None = None,
         prefill_chunk_when_busy: int | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
@@ -48,6 +55,8 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.max_prefill_segments = max_prefill_segments
         self.packs_parts = packs_parts
+        self.step_cost = step_cost
+        """What decode steps cost by tier; None where a longer tier costs its short rows nothing."""
         self.prefill_chunk_when_busy = prefill_chunk_when_busy or prefill_buckets.largest
         self.prefix_cache = prefix_cache
         self.waiting = WaitingQueue()
@@ -56,6 +65,7 @@ class Scheduler:
         self.trial: GenerateRequest | None = None
         """The request whose sequences alone are in steps now."""
         self._last: Phase = "decode"
+        self._is_long_turn = False
 
     @property
     def has_work(self) -> bool:
@@ -118,6 +128,8 @@ class Scheduler:
         self._admit()
         decoding, num_prefill = self._survey()
         num_decode = len(decoding)
+        if self.step_cost is not None:
+            decoding = self._turn(decoding, self.step_cost)
         phase = choose_phase(num_prefill=num_prefill, num_decode=num_decode, last=self._last)
         segments = self._decode_segments(decoding) if phase == "decode" else self._prefill_segments(num_decode)
         if not segments and num_prefill:  # every row was preempted to make room for those that prefill
@@ -243,6 +255,16 @@ class Scheduler:
             elif num_generated < sequence.max_tokens:
                 decoding.append(sequence)
         return decoding, num_prefill
+
+    def _turn(self, decoding: list[Sequence], step_cost: StepCost) -> list[Sequence]:
+        """Those of `decoding` that decode next: all, or where that is cheaper the short and the long ones in turn."""
+        tier_of = {sequence: self.tiers.fit(sequence.num_computed + 1) for sequence in decoding}
+        groups = group_tiers(Counter(tier_of.values()), step_cost, margin=GROUPING_MARGIN)
+        if len(groups) < 2:
+            return decoding
+        self._is_long_turn = not self._is_long_turn
+        group = groups[self._is_long_turn]
+        return [sequence for sequence in decoding if tier_of[sequence] in group]
 
     def _decode_segments(self, decoding: list[Sequence]) -> list[Segment]:
         """Every decoding sequence, each with a block for its next token; may preempt."""

@@ -31,6 +31,8 @@ BLOCK_ROWS = 128
 class StepKernels(Protocol):
     """Attention over one KV pool, and greedy tokens."""
 
+    reads_full_width: bool
+    """Whether decode attention costs a row the whole width of its tier, however short it is."""
     can_pack: bool
     """Whether there is `packed`."""
 
@@ -67,6 +69,7 @@ class StepKernels(Protocol):
 class TorchKernels:
     """See StepKernels. Runs everywhere, and is what the fused kernels are compared with."""
 
+    reads_full_width = True
     can_pack = True
 
     def __init__(self, kv_cache: KVCache) -> None:

@@ -26,6 +26,7 @@ from worker.step_kernels import Outputs
 class TritonKernels:
     """See worker.step_kernels.StepKernels. Steps must follow each other on one stream: they share a workspace."""
 
+    reads_full_width = False
     can_pack = True
 
     def __init__(

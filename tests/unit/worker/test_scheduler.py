@@ -11,7 +11,7 @@ from worker.block_pool import BlockPool
 from worker.errors import QueueFull
 from worker.policy import choose_phase
 from worker.request import GenerateRequest
-from worker.scheduler import Scheduler
+from worker.scheduler import Scheduler, StepCost
 from worker.sequence import Sequence, SequenceState
 from worker.tiers import BucketTable, TierTable, default_buckets
 
@@ -20,7 +20,13 @@ LONGEST = 64
 
 
 def scheduler(
-    *, num_blocks: int = 65, max_batch: int = 8, chunk: int = 16, max_waiting: int = 100, packs_parts: bool = True
+    *,
+    num_blocks: int = 65,
+    max_batch: int = 8,
+    chunk: int = 16,
+    max_waiting: int = 100,
+    packs_parts: bool = True,
+    step_cost: StepCost | None = None,
 ) -> Scheduler:
     return Scheduler(
         tiers=TierTable((8, 16, 32, LONGEST), BLOCK),
@@ -30,6 +36,7 @@ def scheduler(
         max_waiting=max_waiting,
         max_prefill_segments=64,
         packs_parts=packs_parts,
+        step_cost=step_cost,
     )
 
 
@@ -110,6 +117,33 @@ def test_running_rows_decode_between_two_chunks_of_a_newcomer() -> None:
         phases.append(batch.phase)
         run(batch)
     assert phases == ["decode", "prefill", "decode", "prefill", "decode", "prefill"]
+
+
+def test_short_rows_decode_in_turn_with_long_ones_where_a_long_tier_is_dear() -> None:
+    subject = scheduler(step_cost=lambda tier, rows: 100 + 1000 * tier * rows)
+    subject.add([sequence(4, name="a"), sequence(5, name="b"), sequence(40, name="long")])
+    steps = []
+    while (batch := subject.schedule()) is not None:
+        if batch.phase == "decode":
+            steps.append(("".join(segment.sequence.request.request_id[0] for segment in batch.segments), batch.tier))
+        for finished in run(batch):
+            subject.finish(finished)
+    assert all(names == ("ab" if tier < LONGEST else "l") for names, tier in steps)
+    assert sum(names == "ab" for names, _ in steps) == sum(names == "l" for names, _ in steps) == 7
+    both = steps[steps.index(("l", LONGEST)) : -1]
+    assert all(one != other for one, other in zip(both, both[1:], strict=False) if ("ab", 8) in (one, other))
+
+
+def test_all_rows_decode_together_where_weights_are_the_cost() -> None:
+    subject = scheduler(step_cost=lambda tier, rows: 1e9 + tier * rows)
+    subject.add([sequence(4, name="a"), sequence(40, name="long")])
+    decodes = []
+    while (batch := subject.schedule()) is not None:
+        if batch.phase == "decode":
+            decodes.append(len(batch.segments))
+        for finished in run(batch):
+            subject.finish(finished)
+    assert 2 in decodes
 
 
 def test_a_tier_is_the_smallest_that_fits_and_growth_moves_it_up() -> None:
