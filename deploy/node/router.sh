@@ -28,11 +28,14 @@ start() {
     echo $! >"$pid_file"
 }
 
+is_ours() { grep -qsF router.sh "/proc/$1/cmdline"; }
+
 stop() {
     local pid
     pid=$(cat "$pid_file" 2>/dev/null) || return 0
-    kill -TERM "$pid" 2>/dev/null || true
-    while kill -0 "$pid" 2>/dev/null; do sleep 0.2; done
+    # After a restart of the machine the number may be somebody else's.
+    if is_ours "$pid"; then kill -TERM "$pid"; fi
+    while is_ours "$pid"; do sleep 0.2; done
     rm -f "$pid_file"
 }
 
