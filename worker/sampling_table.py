@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,7 @@ class Need(enum.IntFlag):
 
 
 ALL_NEEDS = Need((1 << 8) - 1)
+_BANNED = int(Need.BANNED)
 
 
 class Whole(enum.IntEnum):
@@ -122,8 +124,7 @@ class SamplingViews:
         return self.counts.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """A sequence that a step samples for, the row of its logits, and the place of its token."""
 
     sequence: Sequence
@@ -131,9 +132,20 @@ class SampledRow:
     token: int
 
 
-def needs_of(sequence: Sequence) -> Need:
-    """What the next token of `sequence` takes, with those under way counted as generated."""
-    params, needs = sequence.request.sampling, Need(0)
+def needs_of(sequence: Sequence) -> int:
+    """What the next token of `sequence` takes, a sum of Needs, with those under way counted as generated.
+
+    Asked for every row of every step: what does not change is found once.
+    """
+    needs = sequence.sampling_needs
+    if needs < 0:
+        needs = sequence.sampling_needs = int(_lasting_needs(sequence.request.sampling))
+    min_tokens = sequence.request.sampling.min_tokens
+    return needs | _BANNED if min_tokens and position_of(sequence) < min_tokens else needs
+
+
+def _lasting_needs(params: SamplingParams) -> Need:
+    needs = Need(0)
     if not params.is_greedy:
         needs |= Need.RANDOM
         needs |= Need.CUT if params.top_k > 0 or params.top_p < 1 else Need(0)
@@ -141,7 +153,6 @@ def needs_of(sequence: Sequence) -> Need:
     needs |= Need.PENALTY if params.has_penalties else Need(0)
     needs |= Need.BIAS if params.logit_bias else Need(0)
     needs |= Need.ALLOWED if params.allowed_token_ids else Need(0)
-    needs |= Need.BANNED if position_of(sequence) < params.min_tokens else Need(0)
     return needs | (Need.LOGPROBS if params.logprobs is not None else Need(0))
 
 
@@ -178,6 +189,8 @@ class SamplingTable:
         self._positions: npt.NDArray[np.int64] = np.zeros(max_rows + 1, dtype=np.int64)
         """Of each seat once the steps launched so far have run."""
         self._last: tuple[SampledRow, ...] = ()
+        self._occupied: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """The seats of the last rows."""
         self._bucket = 0
         self.make_inert()
 
@@ -212,7 +225,9 @@ class SamplingTable:
 
         A sequence with a token in flight must be in the seat it had.
         """
-        needs = [needs_of(row.sequence) for row in rows]
+        needs = 0
+        for row in rows:
+            needs |= needs_of(row.sequence)
         present = dict.fromkeys(row.sequence for row in rows)
         moved = [self._sit(sequence, present) for sequence in present]
         is_as_left = bucket == self._bucket and rows == self._last and not any(moved)
@@ -220,10 +235,10 @@ class SamplingTable:
             self._write_places(rows, bucket)
             self.staging.upload()
             self.num_uploads += 1
+            self._occupied = np.array([self._seats[row.sequence] for row in rows], dtype=np.int64)
         self._last, self._bucket = rows, bucket
-        for row in rows:
-            self._positions[self._seats[row.sequence]] += 1
-        return Need(int(np.bitwise_or.reduce([int(need) for need in needs])))
+        np.add.at(self._positions, self._occupied, 1)
+        return Need(needs)
 
     def _write_places(self, rows: tuple[SampledRow, ...], bucket: int) -> None:
         host = self.staging.writable()
@@ -300,7 +315,7 @@ def _whole_numbers(sequence: Sequence) -> list[int]:
     params = sequence.request.sampling
     is_random = not params.is_greedy
     return [
-        int(needs_of(sequence)),
+        needs_of(sequence),
         max(params.top_k, 0) if is_random else 0,
         max(round(params.top_p * FRACTION_ONE), 1) if is_random else FRACTION_ONE,
         params.seed,

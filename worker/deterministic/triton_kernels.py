@@ -26,6 +26,7 @@ class TritonFixedOrderKernels:
     Steps must follow each other on one stream: they share a workspace.
     """
 
+    reads_full_width = False
     can_pack = False
 
     def __init__(self, kv_cache: KVCache, *, num_heads: int, max_rows: int, max_tokens: int) -> None:
