@@ -17,6 +17,7 @@ BREAKERS = {
     BreakerState.OPEN: control_pb2.BREAKER_OPEN,
     BreakerState.HALF_OPEN: control_pb2.BREAKER_HALF_OPEN,
 }
+MAX_JUMP_S = 1.0
 INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
 
 
@@ -26,19 +27,23 @@ class StepWatch:
     def __init__(self) -> None:
         self._steps = -1
         self._moved_s = 0.0
+        self._age_s = 0.0
 
     def is_stalled(self, load: control_pb2.Load, now_s: float) -> bool:
         """Whether no step was completed for max(2 s, 4 times its predicted duration) while there was work.
 
         The replica's own clock on the step under way counts, and so does a counter that stands still: an engine may
-        hang between two steps. Loading and capturing are excused.
+        hang between two steps. Loading and capturing are excused. An age that jumps from one report to the next is
+        believed only when another report confirms it: a process that was not running at all has made no steps either.
         """
         has_work = load.running + load.waiting > 0
         if load.steps != self._steps or not has_work or load.is_preparing:
-            self._steps, self._moved_s = load.steps, now_s
+            self._steps, self._moved_s, self._age_s = load.steps, now_s, 0.0
         if load.is_preparing:
             return False
-        return max(load.step_age_s, now_s - self._moved_s) > allowed_step_s(load.predicted_step_s)
+        before_s, self._age_s = self._age_s, max(load.step_age_s, now_s - self._moved_s)
+        limit_s = allowed_step_s(load.predicted_step_s)
+        return self._age_s > limit_s and before_s > limit_s - MAX_JUMP_S
 
     def forget(self) -> None:
         """A new connection: what was seen over the old one says nothing."""

@@ -11,10 +11,13 @@ import os
 import random
 import secrets
 import socket
+from collections import Counter
 
 import grpc
 import pytest
 
+from cluster.client import AsyncGraphpoolClient, CallError
+from cluster.config import ClientConfig
 from tests.chaos.chaos_pool import ChaosPool, chaos_pool
 from tests.chaos.open_loop import flood
 from tests.fakes.scrape import scrape
@@ -81,7 +84,7 @@ async def test_goodput_holds_under_overload_and_comes_back_at_once(rng: random.R
         assert repeated <= 0.1 * (placed - repeated)
         assert metrics.value("breaker_trips_total") == 0
         async with asyncio.timeout(5):
-            while any(load.load.running + load.load.waiting for load in (await pool.loads()).values()):
+            while any(load.load.running + load.load.waiting for load in (await pool.loads()).values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
 
@@ -103,3 +106,34 @@ async def test_under_overload_critical_requests_are_answered_and_sheddable_ones_
     print({one: round(result.share_answered(one), 4) for one in ("critical", "sheddable")})
     assert result.share_answered("critical") >= (0.999 if LONG_S else 0.9)
     assert result.share_answered("sheddable") < 0.5
+
+
+@pytest.mark.slow
+async def test_clients_that_try_again_hardly_add_to_the_load(rng: random.Random) -> None:
+    metrics_address = f"127.0.0.1:{free_port()}"
+    async with chaos_pool(2, router={"metrics_listen": metrics_address}, max_rows=MAX_ROWS, step_s=STEP_S) as pool:
+        await goodput_at(pool, 0.5, rng, 2.0)
+        before = await scrape(metrics_address)
+        ends: Counter[str] = Counter()
+        # As clients come: they may try four times.
+        async with AsyncGraphpoolClient(pool.routers[0].address, ClientConfig(timeout_s=DEADLINE_S)) as client:
+
+            async def ask(seed: int) -> None:
+                try:
+                    await client.generate((10, 20, 30), max_tokens=TOKENS, seed=seed)
+                    ends["answered"] += 1
+                except CallError as error:
+                    ends[error.code.name] += 1
+
+            async with asyncio.TaskGroup() as asking:
+                for seed in range(int(5 * CAPACITY * SECONDS)):
+                    asking.create_task(ask(seed))
+                    await asyncio.sleep(rng.expovariate(5 * CAPACITY))
+        after = await scrape(metrics_address)
+    calls = sum(after.by_labels("rpcs_total", "method", "code").values()) - sum(
+        before.by_labels("rpcs_total", "method", "code").values()
+    )
+    placed = after.value("placements_total") - before.value("placements_total")
+    print(f"{ends.total()} requests {dict(ends)}: {calls:.0f} calls, {placed:.0f} placements")
+    assert calls <= 1.1 * ends.total()
+    assert placed <= 1.1 * ends.total()

@@ -21,14 +21,24 @@ def vitals() -> Vitals:
 @pytest.mark.parametrize(("predicted_s", "limit_s"), [(0.1, MIN_STALL_S), (1.0, 4.0), (0.0, FIRST_STEP_S)])
 def test_a_step_that_outlasts_its_time_is_a_stall(predicted_s: float, limit_s: float) -> None:
     watch = StepWatch()
-    assert not watch.is_stalled(load(age_s=limit_s, predicted_s=predicted_s), 0.0)
-    assert watch.is_stalled(load(age_s=limit_s + 0.01, predicted_s=predicted_s), 0.0)
+    assert not watch.is_stalled(load(age_s=limit_s - 0.25, predicted_s=predicted_s), 0.0)
+    assert not watch.is_stalled(load(age_s=limit_s, predicted_s=predicted_s), 0.25)
+    assert watch.is_stalled(load(age_s=limit_s + 0.25, predicted_s=predicted_s), 0.5)
+
+
+def test_a_process_that_did_not_run_for_a_while_gets_the_time_of_a_report_to_go_on() -> None:
+    watch = StepWatch()
+    assert not watch.is_stalled(load(7, age_s=0.1), 0.0)
+    assert not watch.is_stalled(load(7, age_s=5.0), 5.0)
+    assert not watch.is_stalled(load(8, age_s=0.1), 5.25)
+    assert not watch.is_stalled(load(8, age_s=5.0), 10.0)
+    assert watch.is_stalled(load(8, age_s=5.25), 10.25)
 
 
 def test_a_counter_that_stands_still_while_there_is_work_is_a_stall() -> None:
     watch = StepWatch()
     assert not watch.is_stalled(load(7), 10.0)
-    assert not watch.is_stalled(load(7), 10.0 + MIN_STALL_S)
+    assert not watch.is_stalled(load(7), 9.9 + MIN_STALL_S)
     assert watch.is_stalled(load(7), 10.1 + MIN_STALL_S)
     assert not watch.is_stalled(load(8), 10.2 + MIN_STALL_S)
 
