@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -97,17 +98,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         rewrite(checkout / CLUSTER_FILE, fill_in)
         made = Cluster(head, worker, operator)
         made.operate(f"graphpool certs init ~/graphpool-certs --host {head.address}")
-        made.said = made.operate(f"ray up -y {CLUSTER_FILE}", timeout_s=240)
+        made.said = made.operate(f"ray up -y {CLUSTER_FILE}", timeout_s=400)
         yield made
+
+
+def generate(cluster: Cluster, address: str) -> str:
+    return cluster.operate(f"graphpool generate --address {address} {CERTS} --token-ids 1,2,3 --max-tokens 5 --json")
+
+
+def replica_addresses(cluster: Cluster, address: str) -> set[str]:
+    """Of the replicas that are READY."""
+    pool = json.loads(cluster.operate(f"graphpool status --address {address} {CERTS} --json || true"))
+    return {one["address"] for one in pool["replicas"] if str(one["state"]).endswith("READY")}
 
 
 @pytest.fixture(scope="module")
 def address(cluster: Cluster) -> str:
     """Of the router, once the pool is up."""
     found = f"{cluster.head.address}:{ROUTER_PORT}"
-    until(lambda: "2 local.cluster.node" in cluster.on_head("ray status"), "the worker node", 120)
+    until(lambda: "2 local.cluster.node" in cluster.on_head("ray status"), "the worker node", 240)
     cluster.on_head("serve deploy ~/graphpool/deploy/serve/cpu.yaml")
-    until(lambda: is_ready(cluster, found), "a replica", 120)
+    until(lambda: is_ready(cluster, found), "a replica", 240)
     return found
 
 
@@ -119,8 +130,7 @@ def test_ray_up_shows_the_health_of_the_node(cluster: Cluster) -> None:
 def test_a_generation_comes_from_the_worker_node_through_the_router_on_the_head(cluster: Cluster, address: str) -> None:
     status = cluster.operate(f"graphpool status --address {address} {CERTS} --json")
     assert cluster.worker.address in status
-    answer = cluster.operate(f"graphpool generate --address {address} {CERTS} --token-ids 1,2,3 --max-tokens 5 --json")
-    assert '"completion_tokens": 5' in answer, answer
+    assert '"completion_tokens": 5' in generate(cluster, address)
 
 
 def test_a_caller_without_a_certificate_is_refused(cluster: Cluster, address: str) -> None:
@@ -157,9 +167,28 @@ def test_a_router_that_dies_is_back_and_finds_its_replicas(cluster: Cluster, add
     until(lambda: is_ready(cluster, address), "the router", 30)
 
 
+def test_a_changed_serve_config_replaces_the_replicas(cluster: Cluster, address: str) -> None:
+    before = replica_addresses(cluster, address)
+    cluster.on_head("sed -i s/max_batch:.8/max_batch:\\ 4/ ~/graphpool/deploy/serve/cpu.yaml")
+    cluster.on_head("serve deploy ~/graphpool/deploy/serve/cpu.yaml")
+    until(lambda: bool(now := replica_addresses(cluster, address)) and not now & before, "a new replica", 240)
+    assert '"completion_tokens": 5' in generate(cluster, address)
+
+
+def test_ray_up_again_takes_what_has_changed_to_every_node(cluster: Cluster, address: str) -> None:
+    with (cluster.operator.home / "checkout" / "deploy" / "node" / "ray.env").open("a") as file:
+        file.write("export GRAPHPOOL_TEST_VERSION=2\n")
+    cluster.operate(f"ray up -y {CLUSTER_FILE}", timeout_s=400)
+    until(lambda: "2 local.cluster.node" in cluster.on_head("ray status"), "the worker node", 240)
+    assert "VERSION=2" in (cluster.worker.home / "graphpool" / "deploy" / "node" / "ray.env").read_text()
+    cluster.on_head("serve deploy ~/graphpool/deploy/serve/cpu.yaml")
+    until(lambda: is_ready(cluster, address), "a replica", 240)
+    assert '"completion_tokens": 5' in generate(cluster, address)
+
+
 def test_ray_down_ends_ray_on_every_node(cluster: Cluster, address: str) -> None:
     cluster.on_head("bash ~/graphpool/deploy/node/router.sh stop")
     cluster.operate(f"ray down -y {CLUSTER_FILE}")
     until(lambda: set(cluster.head.listening_ports()) == {SSH_PORT}, "the head", 30)
     # `ray down` leaves the workers of a local provider to find out for themselves.
-    until(lambda: not cluster.worker.run("pgrep", "-x", "raylet").stdout, "the worker", 120)
+    until(lambda: not cluster.worker.run("pgrep", "-x", "raylet").stdout, "the worker", 240)
