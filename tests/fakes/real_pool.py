@@ -20,7 +20,7 @@ MAX_MODEL_LEN = 2048
 MAX_BATCH = 8
 WORKER = (
     *("worker", "--device", "cpu", "--threads", "1", "--metrics-port", "0"),
-    *("--max-model-len", str(MAX_MODEL_LEN), "--max-batch", str(MAX_BATCH), "--name", "alone"),
+    *("--max-model-len", str(MAX_MODEL_LEN), "--max-batch", str(MAX_BATCH)),
 )
 METRICS = r"http://(127\.0\.0\.1:\d+)/metrics"
 
@@ -50,8 +50,11 @@ def real_router() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def real_worker(router: Server, *, port: int = 0) -> Iterator[Server]:
-    with running(*WORKER, "--port", str(port), "--announce", router.address, stderr=subprocess.PIPE) as process:
+def real_worker(
+    router: Server, *, port: int = 0, name: str = "alone", options: tuple[str, ...] = ()
+) -> Iterator[Server]:
+    place = ("--port", str(port), "--name", name, "--announce", router.address)
+    with running(*WORKER, *place, *options, stderr=subprocess.PIPE) as process:
         address = read_until(process, r"ready at (127\.0\.0\.1:\d+)")[1]
         yield Server(address, read_until(process, METRICS)[1], process)
 
