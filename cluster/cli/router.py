@@ -73,11 +73,12 @@ def router(
 
 async def _serve(config: RouterConfig, drain_s: float) -> None:
     from cluster.cli.startup import StartupLines
-    from cluster.router.server import RouterServer
+    from cluster.router.server import RouterServer, settle_heap
 
     server = RouterServer(config)
     with StartupLines() as lines:
         await server.start()
+        settle_heap()
         lines.done(f"router at [bold]{server.address}[/]")
         if server.metrics_address:
             lines.say(f"  metrics:  http://{server.metrics_address}/metrics")

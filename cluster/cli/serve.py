@@ -128,11 +128,13 @@ async def _serve(config: LocalPoolConfig) -> None:
 
     from cluster.cli.startup import StartupLines
     from cluster.local_pool import LocalPool
+    from cluster.router.server import settle_heap
 
     with StartupLines() as lines:
         lines.say(f"graphpool serves {escape(config.worker.model)} from {_replicas(config.num_replicas)}")
         try:
             async with LocalPool(config, lines) as pool:
+                settle_heap()
                 _say_ready(lines, pool)
                 await _tell_changes(pool, lines)
         except asyncio.CancelledError:

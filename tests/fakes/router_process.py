@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from cluster.cli.logs import log_to_stderr
 from cluster.config import RouterConfig, from_mapping
-from cluster.router.server import RouterServer
+from cluster.router.server import RouterServer, settle_heap
 from tests.fakes.replica_process import ReplicaProcess
 
 
@@ -52,6 +52,7 @@ async def serve(config: RouterConfig) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await server.start()
+    settle_heap()
     print(server.address, flush=True)
     await stop.wait()
     await server.drain(10)
