@@ -1,0 +1,124 @@
+"""A wish for more replicas becomes more nodes: Serve, Ray's real autoscaler, and a provider whose nodes are processes.
+
+The node type is that of deploy/ray-up/aws.yaml. Everything runs on a machine of namespaces, where Ray's own commands, which
+end every Ray that they see, see no other.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.fakes.command_line import ROOT
+from tests.fakes.machines import Machine, machines, missing
+from tests.fakes.ssh_machines import make_environment
+
+PROBLEM = missing()
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.model,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(PROBLEM is not None, reason=f"no machine for Ray: {PROBLEM}"),
+]
+
+# Ray's provider for tests finds its head under this name.
+HEAD_TYPE = "ray.head.default"
+START = """
+source ~/graphpool/deploy/node/ray.env
+export RAY_FAKE_CLUSTER=1 AUTOSCALER_UPDATE_INTERVAL_S=1 RAY_enable_autoscaler_v2=0
+ray start --head --port=6379 --dashboard-host=127.0.0.1 --num-cpus=0 --object-store-memory=83886080 --autoscaling-config=$HOME/cluster.json
+"""
+COUNT = 'import ray; ray.init(log_to_driver=False); print(sum(1 for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU")))'
+
+
+def cluster_config() -> dict[str, Any]:
+    """The GPU workers of aws.yaml, from a provider that starts them here."""
+    shipped = yaml.safe_load((ROOT / "deploy" / "ray-up" / "aws.yaml").read_text())
+    gpu = {**shipped["available_node_types"]["gpu"], "min_workers": 0, "node_config": {}}
+    gpu["resources"] = {**gpu["resources"], "object_store_memory": 80 * 2**20}
+    empty: dict[str, list[str]] = {
+        f"{part}_commands": [] for part in ("setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+    }
+    return {
+        **{name: shipped[name] for name in ("cluster_name", "max_workers")},
+        **empty,
+        "provider": {
+            "type": "fake_multinode",
+            "use_node_id_as_ip": True,
+            **dict.fromkeys(("disable_node_updaters", "disable_launch_config_check"), True),
+        },
+        "available_node_types": {HEAD_TYPE: {"resources": {}, "node_config": {}, "max_workers": 0}, "gpu": gpu},
+        "head_node_type": HEAD_TYPE,
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 0.1,
+        "auth": {},
+        "docker": {},
+        "initialization_commands": [],
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        "file_mounts_sync_continuously": False,
+        "rsync_exclude": [],
+        "rsync_filter": [],
+    }
+
+
+def serve_config(num_replicas: int) -> dict[str, Any]:
+    """cpu.yaml, whose replicas hold a GPU that they do not use."""
+    values: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "serve" / "cpu.yaml").read_text())
+    values["applications"][0]["args"].update(num_replicas=num_replicas, num_gpus=1, drain_timeout_s=10)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscaled:
+    """The cluster."""
+
+    machine: Machine
+
+    def on_head(self, command: str) -> str:
+        return self.machine.shell(f"source ~/graphpool/deploy/node/ray.env; {command}")
+
+    def wish(self, num_replicas: int) -> None:
+        (self.machine.home / "serve.yaml").write_text(yaml.safe_dump(serve_config(num_replicas)))
+        self.on_head("serve deploy ~/serve.yaml")
+
+    def num_gpu_nodes(self) -> int:
+        return int(self.on_head(f"RAY_SCHEDULER_EVENTS=0 python -c '{COUNT}' 2>/dev/null").splitlines()[0])
+
+    def num_ready_replicas(self) -> int:
+        certs = "~/graphpool/certs"
+        tls = f"--tls-ca {certs}/ca.pem --tls-cert {certs}/pool.pem --tls-key {certs}/pool-key.pem"
+        return self.on_head(f"graphpool status --address 127.0.0.1:50050 {tls} --json || true").count('READY"')
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Autoscaled]:
+    with machines(tmp_path_factory.mktemp("autoscaled"), "head") as (head,):
+        make_environment(head)
+        shutil.copytree(ROOT / "deploy", head.home / "graphpool" / "deploy")
+        (head.home / ".ray").mkdir()
+        (head.home / ".ray" / "auth_token").write_text("5" * 64)
+        (head.home / "cluster.json").write_text(json.dumps(cluster_config()))
+        made = Autoscaled(head)
+        made.on_head("graphpool certs init ~/graphpool/certs")
+        head.shell(START, timeout_s=120)
+        head.shell("bash ~/graphpool/deploy/node/router.sh start")
+        yield made
+
+
+def test_nodes_come_with_the_wish_for_replicas_and_go_with_it(cluster: Autoscaled) -> None:
+    assert cluster.num_gpu_nodes() == 0
+    for wanted in (1, 2, 1):
+        cluster.wish(wanted)
+        give_up_s = time.monotonic() + 240
+        while (found := (cluster.num_ready_replicas(), cluster.num_gpu_nodes())) != (wanted, wanted):
+            assert time.monotonic() < give_up_s, f"{found}: {cluster.on_head('serve status')}"
+            time.sleep(2)
