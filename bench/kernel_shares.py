@@ -27,7 +27,8 @@ class Launch:
 def kernel_shares(bench: DecodeBench, step_us: float) -> list[dict[str, Any]]:
     """One line a kind of kernel: launches in a step, and microseconds, which add up to `step_us`."""
     launches = traced(bench)
-    per_step = len(launches) // ROUNDS
+    per_step, rest = divmod(len(launches), ROUNDS)
+    assert not rest, f"{len(launches)} kernels in {ROUNDS} replays"
     names = labels([launch.name for launch in launches[:per_step]], bench.model.shape.num_layers)
     added: dict[str, int] = defaultdict(int)
     for first in range(per_step, len(launches), per_step):

@@ -14,7 +14,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -53,6 +53,19 @@ def limits_of(way: Way, batch: int) -> dict[str, int]:
     return dict.fromkeys(limits.values(), 0) | ({limits[way]: batch} if way in limits else {})
 
 
+@contextmanager
+def cublas_alone() -> Iterator[None]:
+    """Inside, forward passes of a few tokens multiply as those of many do."""
+    from worker.model import block_forward
+
+    module: Any = block_forward
+    original, module.MAX_TOKENS = module.MAX_TOKENS, 0
+    try:
+        yield
+    finally:
+        module.MAX_TOKENS = original
+
+
 class DecodeBench:
     """One captured decode step of `batch` rows that all stand at `context`."""
 
@@ -66,9 +79,9 @@ class DecodeBench:
         *,
         way: Way = "parts",
     ) -> None:
-        self.model, self.batch, self.context = model, batch, context
+        self.model, self.batch, self.context, self.way = model, batch, context, way
         self.width = (tier or next(tier for tier in TIERS if tier >= context + 2 * REPLAYS)) // BLOCK_SIZE
-        used = -(-(context + 2 * REPLAYS) // BLOCK_SIZE)
+        used = min(-(-(context + 2 * REPLAYS) // BLOCK_SIZE), self.width)
         shape = model.shape
         self.cache = KVCache(
             num_layers=shape.num_layers,
@@ -98,7 +111,8 @@ class DecodeBench:
 
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
-        return decode_step(self.model, self.kernels, self.inputs.views(self.batch, self.width))[0]
+        with cublas_alone() if self.way == "parts" else nullcontext():
+            return decode_step(self.model, self.kernels, self.inputs.views(self.batch, self.width))[0]
 
     def capture(self) -> torch.cuda.CUDAGraph:
         self.step()

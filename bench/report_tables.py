@@ -176,6 +176,50 @@ def graph_plan(document: Document) -> str:
     return markdown(["run", "part", "planned, MiB", "measured, MiB", "error"], body, numbers=3)
 
 
+def decode_limit(document: Document) -> str:
+    """Steps beside their floor, the kernels of single steps, and what short tiers are good for."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    tiers: dict[tuple[str, int], dict[str, float]] = {}
+    for row in document["rows"]:
+        if row.get("note"):
+            tiers.setdefault((row["system"].removeprefix("graphpool "), row["batch"]), {})[row["note"]] = row["value"]
+        else:
+            name = row["system"] if row["unit"] == "ms" else row["metric"]
+            found.setdefault((row["model"], row["batch"], row["context"]), {})[name] = row["value"]
+    body = [
+        [*map(str, place), *(_shown(values[name]) for name in ("graphpool", "limit", "share_of_read_speed"))]
+        for place, values in found.items()
+    ]
+    texts = [
+        f"Memory is read at {document['read_bytes_per_s'] / 1e12:.2f} TB/s.",
+        markdown(["model", "batch", "context", "step, ms", "limit, ms", "share"], body, numbers=3),
+    ]
+    for label, table in document.get("kernels", {}).items():
+        lines = [
+            [line["kernel"], str(line["launches"]), _shown(line["bytes"] / MIB), f"{line['us']:.1f}", _share_of(line)]
+            for line in table
+        ]
+        total = [
+            "all",
+            str(sum(line["launches"] for line in table)),
+            _shown(sum(line["bytes"] for line in table) / MIB),
+        ]
+        lines.append([*total, f"{sum(line['us'] for line in table):.1f}", ""])
+        texts.append(f"{label}:\n\n" + markdown(["kernel", "launches", "MiB", "us", "share"], lines, numbers=4))
+    if tiers:
+        notes = list(dict.fromkeys(note for values in tiers.values() for note in values))
+        lines = [
+            [path, str(batch), *(_shown(values[note]) for note in notes), _shown(values[notes[-1]] / values[notes[0]])]
+            for (path, batch), values in tiers.items()
+        ]
+        texts.append(markdown(["path", "batch", *(f"{note}, ms" for note in notes), "ratio"], lines, numbers=3))
+    return "\n\n".join(texts)
+
+
+def _share_of(line: Document) -> str:
+    return _shown(line["share_of_read_speed"]) if line["bytes"] else "-"
+
+
 def markdown(head: Sequence[str], body: Cells, *, numbers: int) -> str:
     """A table whose last `numbers` columns are flush right."""
     left = len(head) - numbers
@@ -217,4 +261,5 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "graph_update": graph_update,
     "graph_text": graph_text,
     "graph_plan": graph_plan,
+    "decode_limit": decode_limit,
 }

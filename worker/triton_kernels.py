@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
+from worker.attention.fixed_prefill import FreshPrefillAttention
 from worker.attention.fused_prefill import FusedPrefillAttention
 from worker.attention.packed_prefill import PackedPrefillAttention
 from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
 from worker.attention.triton_decode import TritonDecodeAttention
+from worker.attention.triton_prefill import TritonPrefillAttention
 from worker.causal_lm import CausalLM, StepAttention
 from worker.decode_inputs import DecodeViews
 from worker.kernels.decode_workspace import DecodeWorkspace
@@ -21,6 +22,9 @@ from worker.model.decoder import Decoder
 from worker.model.rows_step import RowsStep, row_tiles
 from worker.model.vector_step import VectorStep, vector_tiles
 from worker.step_kernels import Outputs
+
+MAX_OWN_PROMPT = 1024
+"""Longer prompts go through torch's flash attention."""
 
 
 class TritonKernels:
@@ -83,6 +87,8 @@ class TritonKernels:
 
     def fresh(self, *, slots: torch.Tensor) -> StepAttention:
         """See StepKernels."""
+        if len(slots) <= MAX_OWN_PROMPT:
+            return TritonPrefillAttention(self.kv_cache, slots=slots)
         return FusedPrefillAttention(FreshPrefillAttention(self.kv_cache, slots=slots))
 
     def packed(self, *, slots: torch.Tensor, offsets: torch.Tensor) -> StepAttention:
@@ -90,14 +96,15 @@ class TritonKernels:
         return FusedPrefillAttention(PackedPrefillAttention(self.kv_cache, slots=slots, offsets=offsets))
 
     def chunk(
-        self, *, slots: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, context_len: torch.Tensor
+        self,
+        *,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        block_table: torch.Tensor,
+        context_len: torch.Tensor,  # noqa: ARG002 (positions say as much)
     ) -> StepAttention:
         """See StepKernels."""
-        return FusedPrefillAttention(
-            ChunkPrefillAttention(
-                self.kv_cache, slots=slots, positions=positions, block_table=block_table, context_len=context_len
-            )
-        )
+        return TritonPrefillAttention(self.kv_cache, slots=slots, positions=positions, block_table=block_table)
 
     def segments(self, *, slots: torch.Tensor, segments: Sequence[PrefillSegment]) -> StepAttention:
         """See StepKernels."""

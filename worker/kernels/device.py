@@ -20,6 +20,12 @@ def has_triton() -> bool:
 
 
 @cache
+def has_gluon() -> bool:
+    """Whether kernels in Triton's lower language can be: it is young, and not every release of Triton has it."""
+    return has_triton() and find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+
+
+@cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a device."""
     if device.type != "cuda":

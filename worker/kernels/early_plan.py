@@ -12,6 +12,7 @@ _TILE_ELEMENTS = 8192
 """Keys of one tile that are requested before the wait, in numbers; as many values come with them."""
 _MAX_TILE = 64
 _LONG_CHUNK = 256
+_SMALL_HEAD = 64
 _NUMBERS_A_WARP = 4096
 """Keys of a tile that one warp holds in registers."""
 _PROGRAMS_AN_SM = 2
@@ -50,16 +51,21 @@ def early_plan(*, rows: int, num_kv_heads: int, head_dim: int, width: int, num_s
     )
 
 
-def rows_plan(*, rows: int, num_kv_heads: int, head_dim: int, width: int, num_sms: int) -> EarlyPlan:
+def rows_plan(
+    *, rows: int, num_kv_heads: int, head_dim: int, width: int, num_sms: int, spare_shared: bool
+) -> EarlyPlan:
     """The same where one result a head must come out: what several programs have found is merged by the last of them.
 
-    In short tiers one program takes all tokens of a row and asks for them before the wait.
+    In short tiers one program takes all tokens of a row and asks for them before the wait, where all programs run at once.
+    With `spare_shared`, it must not want much shared memory: beside kernels that want none, a multiprocessor would have
+    to be emptied before it can be divided anew.
     """
-    head_pad = power_of_two(head_dim)
-    if width <= _LONG_CHUNK:
+    programs, head_pad = rows * num_kv_heads, power_of_two(head_dim)
+    fits = programs * head_pad <= _PROGRAMS_AN_SM * num_sms * _SMALL_HEAD
+    if width <= _LONG_CHUNK and fits and (head_pad <= _SMALL_HEAD or not spare_shared):
         tile = max(power_of_two(width), 16)
         num_warps = min(max(tile * head_pad // _NUMBERS_A_WARP, 1), 8)
         return EarlyPlan(num_splits=1, late_splits=1, min_chunk=tile, long_chunk=tile, tile=tile, num_warps=num_warps)
     tile = min(max(_TILE_ELEMENTS // head_pad, 16), _MAX_TILE)
-    fitting = min(max(_PROGRAMS_AN_SM * num_sms // (rows * num_kv_heads), 1), -(-width // _LONG_CHUNK))
+    fitting = min(max(_PROGRAMS_AN_SM * num_sms // programs, 1), -(-width // _LONG_CHUNK))
     return EarlyPlan(num_splits=fitting, late_splits=1, min_chunk=tile, long_chunk=_LONG_CHUNK, tile=tile)

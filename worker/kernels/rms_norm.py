@@ -62,7 +62,7 @@ def rms_norm(
 def rms_norm_parts(
     parts: torch.Tensor, weight: torch.Tensor, eps: float, *, residual: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """parts [count, rows, hidden] float32: their sum is added to `residual` [rows, hidden], whose norm becomes `out`."""
+    """parts [count, rows, hidden] float32: their sum is added to `residual` [rows, hidden], whose norm is `out`."""
     _launch(parts, weight, eps, residual=residual, out=out, num_parts=len(parts))
 
 

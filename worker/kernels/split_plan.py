@@ -8,6 +8,8 @@ from worker.kernels.device import power_of_two
 
 _TILE_ELEMENTS = 8192
 """Numbers of one tile of keys in half precision: 128 tokens of 64."""
+_SHORT = 256
+"""In tiers up to this many tokens a tile holds half as many: less of the last one is empty."""
 _MIN_CHUNK = 256
 """Tokens that one program reads before a second one pays for merging their results."""
 _PROGRAMS_AN_SM = 2
@@ -36,7 +38,8 @@ def split_plan(
 
     The split of a row depends on its own length and on num_splits, never on the lengths of other rows.
     """
-    tile = max(_TILE_ELEMENTS * 2 // (power_of_two(head_dim) * itemsize), 16)
+    elements = _TILE_ELEMENTS // 2 if width <= _SHORT else _TILE_ELEMENTS
+    tile = max(elements * 2 // (power_of_two(head_dim) * itemsize), 16)
     return SplitPlan(
         num_splits=_num_splits(rows * num_kv_heads, width, num_sms),
         min_chunk=max(_MIN_CHUNK, tile),

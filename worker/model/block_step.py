@@ -68,7 +68,7 @@ class BlockStep:
             scale=self.layers[0].input_norm, eps=eps,
         )  # fmt: skip
         x, residual = words.x, words.residual
-        partials = partials_for(config, self.kv_cache, inputs)
+        partials = partials_for(config, self.kv_cache, inputs, spare_shared=False)
         qkv = residual.new_empty(tiles.qkv.parts, rows, config.qkv_heads * config.head_dim)
         projected = residual.new_empty(tiles.o.parts, rows, config.hidden_size)
         lowered = residual.new_empty(tiles.down.parts, rows, config.hidden_size)

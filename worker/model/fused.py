@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from worker.kernels.device import has_gluon, launches_programmatically
 from worker.kernels.qkv_layout import QkvLayout
 from worker.kernels.rms_norm import rms_norm
 from worker.kernels.silu_mul import silu_mul
@@ -21,6 +22,12 @@ def fused_forward(
     decoder: Decoder, token_ids: torch.Tensor, positions: torch.Tensor, attend: FusedAttend
 ) -> torch.Tensor:
     """See Decoder.forward."""
+    if has_gluon() and launches_programmatically(token_ids.device):
+        from worker.model.block_forward import block_forward, prefill_tiles  # written in Gluon
+
+        tiles = prefill_tiles(decoder, len(token_ids))
+        if tiles is not None:
+            return block_forward(decoder, token_ids, positions, attend, tiles)
     eps = decoder.config.rms_norm_eps
     layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
     next_norms = [*(layer.input_norm for layer in layers[1:]), decoder.final_norm]

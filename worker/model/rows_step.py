@@ -68,7 +68,7 @@ class RowsStep:
         words = self._embed(inputs)
         residual, x = words.residual, ScaledRows(x=words.x, squares=words.squares)
         after_o, after_down = self._scaled_like(words.x, tiles.o), self._scaled_like(words.x, tiles.down)
-        partials = partials_for(config, self.kv_cache, inputs)
+        partials = partials_for(config, self.kv_cache, inputs, spare_shared=True)
         qkv = residual.new_empty(rows, config.qkv_heads * config.head_dim)
         gated = words.x.new_empty(rows, config.intermediate_size)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), decoder.final_norm]
@@ -128,14 +128,15 @@ def attend_rows(
     early_attention(qkv, layer_layout(layer, rope_table), keys, values, block_tables, partials, arrived)
 
 
-def partials_for(config: DecoderConfig, kv_cache: KVCache, inputs: DecodeViews) -> Partials:
-    """Room for the results of `attend_rows`."""
+def partials_for(config: DecoderConfig, kv_cache: KVCache, inputs: DecodeViews, *, spare_shared: bool) -> Partials:
+    """Room for the results of `attend_rows`; see rows_plan."""
     plan = rows_plan(
         rows=len(inputs.positions),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         width=inputs.block_tables.shape[1] * kv_cache.block_size,
         num_sms=num_sms(inputs.positions.device),
+        spare_shared=spare_shared,
     )
     heads = {"num_heads": config.num_heads, "head_dim": config.head_dim}
     return empty_partials(inputs.positions, plan, **heads, dtype=kv_cache.storage.dtype)

@@ -182,3 +182,25 @@ def test_what_has_nothing_to_draw_gets_no_picture(tmp_path: Path) -> None:
 def test_the_committed_results_can_all_be_shown() -> None:
     for document in report.read_results(RESULTS).values():
         assert tables_of(document).count("| --- |") + tables_of(document).count("---: |") > 0
+
+
+def test_steps_stand_beside_their_limit_and_their_kernels_add_up() -> None:
+    kernels = [
+        {"kernel": "qkv", "launches": 16, "us": 300.0, "bytes": 1 << 30, "share_of_read_speed": 0.85},
+        {"kernel": "choice", "launches": 1, "us": 200.0, "bytes": 0, "share_of_read_speed": 0.0},
+    ]
+    steps = [
+        row("graphpool", 0.5, context=128),
+        row("limit", 0.4, context=128),
+        row("graphpool", 0.8, context=128, metric="share_of_read_speed", unit="ratio"),
+        row("graphpool generic", 1.0, context=100, note="tier 256"),
+        row("graphpool generic", 3.0, context=100, note="tier 16384"),
+    ]
+    text = tables_of(
+        ORIGIN | {"bench": "decode_limit", "rows": steps, "read_bytes_per_s": 4.2e12, "kernels": {"m b1 c128": kernels}}
+    )
+    assert "read at 4.20 TB/s" in text
+    assert "| m | 1 | 128 | 0.5 | 0.4 | 0.8 |" in text
+    assert "| qkv | 16 | 1,024 | 300.0 | 0.85 |" in text
+    assert "| all | 17 | 1,024 | 500.0 |  |" in text
+    assert "| generic | 1 | 1 | 3 | 3 |" in text

