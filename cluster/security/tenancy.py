@@ -11,10 +11,12 @@ from typing import Protocol
 
 from cluster import codec
 from cluster.codec import AnyRequest
+from cluster.errors import NotPermitted
 from cluster.security.caller import Role, current_caller
 from cluster.security.guard import Guard
 from cluster.security.quota import Account, Quota
 from protos import generation_pb2
+from worker.request import Criticality
 
 GUESSED_ANSWER_TOKENS = 256
 """Taken for a request that sets no max_tokens, until its answer is there."""
@@ -76,6 +78,11 @@ class Tenancy:
         tenant = current_caller().tenant
         if tenant:
             request.cache_salt = tenant_salt(tenant, request.cache_salt)
+
+    def check_criticality(self, criticality: Criticality) -> None:
+        """Raises NotPermitted for a rank that would put a tenant's work before the pool's own."""
+        if criticality is Criticality.CRITICAL_PLUS and not current_caller().is_any(Role.OPERATOR, Role.ROUTER):
+            raise NotPermitted("criticality: critical_plus is for operators")
 
     @contextlib.asynccontextmanager
     async def turn(self, request: AnyRequest, *, timeout_s: float | None) -> AsyncIterator[Spending]:
