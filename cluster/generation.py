@@ -182,7 +182,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             request.request_id = uuid.uuid4().hex
         context.set_trailing_metadata(((REQUEST_ID_KEY, request.request_id),))
         codec.check_request(request)
-        use_criticality(criticality_of(context.invocation_metadata()))
+        criticality = criticality_of(context.invocation_metadata())
+        if self._tenancy is not None:
+            self._tenancy.check_criticality(criticality)
+        use_criticality(criticality)
         if not request.sampling.HasField("seed"):
             request.sampling.seed = self._draw_seed()
         if self._tenancy is not None:

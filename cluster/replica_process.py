@@ -12,6 +12,7 @@ from cluster.config import ReplicaConfig
 from cluster.replica.events import EventFanout
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.server import ReplicaServer
+from cluster.security.core_dumps import refuse_core_dumps
 from worker.config import WorkerConfig
 from worker.errors import WorkerError
 from worker.faults import Faults
@@ -43,6 +44,7 @@ class ReplicaProcess:
         Raises ModelLoadError or ValueError for what cannot be served, OSError for a port that is taken. Once it is
         open, an engine that fails ends the whole process: nothing about a broken CUDA context can be mended in it.
         """
+        refuse_core_dumps()
         events = EventFanout()
         faults = Faults() if config.enable_fault_injection else None
         pace = FlushPolicy.of(config)

@@ -55,6 +55,9 @@ def fail(message: str) -> NoReturn:
 
 def run_until_stopped(service: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service until it ends or a signal asks it to: the first one cancels it, a second one kills what is left."""
+    from cluster.security.core_dumps import refuse_core_dumps
+
+    refuse_core_dumps()
     log_to_stderr()
     with one_sentence_errors():
         asyncio.run(_guarded(service()))
