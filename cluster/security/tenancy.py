@@ -82,7 +82,7 @@ class Tenancy:
     def check_criticality(self, criticality: Criticality) -> None:
         """Raises NotPermitted for a rank that would put a tenant's work before the pool's own."""
         if criticality is Criticality.CRITICAL_PLUS and not current_caller().is_any(Role.OPERATOR, Role.ROUTER):
-            raise NotPermitted("criticality: critical_plus is for operators")
+            raise NotPermitted("criticality: critical-plus is for operators")
 
     @contextlib.asynccontextmanager
     async def turn(self, request: AnyRequest, *, timeout_s: float | None) -> AsyncIterator[Spending]:

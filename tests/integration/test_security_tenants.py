@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import statistics
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from cluster.client import AsyncGraphpoolClient, DeadlineExceeded, ResourceExhausted
 from cluster.config import ClientConfig, ReplicaConfig
+from cluster.criticality import KEY
 from cluster.replica.events import EventFanout
 from cluster.replica.server import ReplicaServer
 from cluster.router.server import RouterServer
@@ -222,3 +224,37 @@ def test_s15_salts_of_tenants_never_meet_and_stay_short() -> None:
     salts = {tenant_salt(*pair) for pair in pairs}
     assert len(salts) == len(pairs)
     assert {len(salt) for salt in salts} == {64}
+
+
+async def test_s18_a_tenant_cannot_put_its_requests_before_everybodys(tmp_path: Path) -> None:
+    keys = secured(tmp_path, acme={})
+    async with secured_pool(keys) as pool, grpc.aio.insecure_channel(pool.router.address) as channel:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.SamplingParams(max_tokens=2))
+        for tenant, wish, code in (
+            ("acme", "critical", grpc.StatusCode.OK),
+            ("acme", "sheddable", grpc.StatusCode.OK),
+            ("acme", "critical-plus", grpc.StatusCode.PERMISSION_DENIED),
+            ("operator", "critical-plus", grpc.StatusCode.OK),
+        ):
+            metadata = (*keys.token(tenant), (KEY, wish))
+            call = GenerationServiceStub(channel).Generate(request, metadata=metadata, timeout=10)
+            assert await call.code() is code, (tenant, wish)
+
+
+async def test_s18_a_resumed_answer_counts_as_its_own_tenants(tmp_path: Path) -> None:
+    keys = secured(tmp_path, acme={"max_streams": 1}, globex={})
+    async with secured_pool(keys, knobs=ScriptKnobs(step_s=0.02)) as pool:
+        stream = pool.client.stream(PROMPT, max_tokens=300, temperature=0, ignore_eos=True)
+        await stream.__anext__()
+        request = pb.GenerateRequest(
+            request_id="again", token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.SamplingParams(max_tokens=4, seed=0)
+        )
+        resume = pb.ResumeRequest(request=request)
+        async with grpc.aio.insecure_channel(pool.router.address) as channel:
+            for tenant, code in (("acme", grpc.StatusCode.RESOURCE_EXHAUSTED), ("globex", grpc.StatusCode.OK)):
+                call = GenerationServiceStub(channel).Resume(resume, metadata=keys.token(tenant), timeout=10)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    async for _ in call:
+                        pass
+                assert await call.code() is code, tenant
+        stream.cancel()
