@@ -1,0 +1,44 @@
+"""What the re-tuning of decode kernels tries, and how it prints what it found."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import decode_tiles
+from bench.kernels import limits_of
+from bench.read_speed import cache_bytes, step_bytes
+from worker.kernels.block_tiles import BlockTile
+from worker.kernels.row_tiles import RowTile
+from worker.kernels.vector_tiles import Tile
+
+
+@pytest.mark.parametrize("name", decode_tiles.SHAPES)
+@pytest.mark.parametrize(("way", "rows"), [("vector", 1), ("rows", 8), ("blocks", 32)])
+def test_every_matrix_has_candidates_of_the_ways_own_kind_and_the_shipped_tile_is_one(
+    name: str, way: decode_tiles.Way, rows: int
+) -> None:
+    kind_of = {"vector": Tile, "rows": RowTile, "blocks": BlockTile}[way]
+    for kind in decode_tiles.KINDS:
+        found = decode_tiles.candidates(name, way, rows, kind)
+        assert len(found) >= 2
+        assert all(isinstance(tile, kind_of) for tile in found)
+        assert decode_tiles.shipped_tile(name, way, rows, kind) in found
+
+
+def test_a_tile_is_printed_as_it_stands_in_the_table() -> None:
+    tiles = [Tile(4, 2, 512, 1), RowTile(16, 4, 256, 8, 1), BlockTile(128, 4, 2)]
+    shown = [decode_tiles.short(tile) for tile in tiles]
+    assert shown == ["Tile(4, 2, 512, 1)", "RowTile(16, 4, 256, 8, 1)", "BlockTile(128, 4, 2)"]
+
+
+def test_a_way_is_forced_by_its_own_limit_alone() -> None:
+    assert limits_of("rows", 4) == {"gemv_rows": 0, "product_rows": 4, "block_rows": 0}
+    assert set(limits_of("parts", 4).values()) == {0}
+    assert limits_of("shipped", 4) == {}
+
+
+def test_the_floor_counts_every_weight_once_and_the_live_cache() -> None:
+    config = decode_tiles.config_of("llama-3.2-1b")
+    assert step_bytes(config, 1, 0) == 2_471_493_632
+    assert cache_bytes(config, 2, 1024) == 2 * 1024 * 32_768
+    assert step_bytes(config, 2, 1024) == step_bytes(config, 1, 0) + cache_bytes(config, 2, 1024)
