@@ -38,6 +38,8 @@ class EngineThread:
     ) -> None:
         self._engine = engine
         self._phases = engine.phases = []
+        self._has_waited = False
+        """The phases have, for one step."""
         self._sink = sink
         self._on_death = on_death
         self._commands: SimpleQueue[Command] = SimpleQueue()
@@ -160,13 +162,17 @@ class EngineThread:
             return [RequestFailed(request.request_id, error)]
 
     def _hand_on(self, events: list[EngineEvent]) -> None:
-        """Give events to the host; the next step waits until what a trial's judge must know of it is on its way."""
-        if self._phases:
+        """Give events to the host; the next step waits until what a trial's judge must know of it is noted there.
+
+        That a request left the queue can wait for one step, which often brings its first token: a wake-up less.
+        """
+        notice, self._engine.notice = self._engine.notice, None
+        self._has_waited = bool(self._phases) and not (events or notice or self._has_waited)
+        if not self._has_waited:
             events = [*self._phases, *events]
             self._phases.clear()
         if events:
             self._sink(events)
-        notice, self._engine.notice = self._engine.notice, None
         if notice is not None:
             notice.wait(NOTICE_S)
 

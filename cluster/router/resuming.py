@@ -71,6 +71,7 @@ class Resuming:
                     yield answering.stamp(piece)
                 return
             except RemoteError as error:
+                self._trials.end(link, stream)
                 await self._note_refusal(error, request, link, answering)
             except ReplicaLost:
                 self._note_loss(stream.verdict, request, answering)
