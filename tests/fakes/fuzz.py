@@ -105,7 +105,7 @@ def _message(dice: random.Random, kind: type[Message], depth: int) -> Message:
     return message
 
 
-def _set(dice: random.Random, message: Any, field: FieldDescriptor, depth: int) -> None:
+def _set(dice: random.Random, message: Any, field: Any, depth: int) -> None:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         for _ in range(dice.choice((0, 1, 5, 310))):
             getattr(message, field.name)[dice.choice(_INTEGERS)] = dice.choice(_FLOATS)
@@ -123,7 +123,7 @@ def _set(dice: random.Random, message: Any, field: FieldDescriptor, depth: int) 
         getattr(message, field.name).CopyFrom(_value(dice, field, depth))
 
 
-def _value(dice: random.Random, field: FieldDescriptor, depth: int) -> Any:
+def _value(dice: random.Random, field: Any, depth: int) -> Any:
     if field.message_type is not None:
         return _message(dice, field.message_type._concrete_class, depth + 1)
     kind = field.cpp_type

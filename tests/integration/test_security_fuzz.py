@@ -61,7 +61,7 @@ async def test_five_thousand_fuzzed_requests_all_get_a_clear_status_and_nothing_
         channels = [grpc.aio.insecure_channel(target) for target in targets]
         await asyncio.gather(*(worker(channels) for _ in range(AT_ONCE)))
         for channel in channels:
-            await channel.close()
+            await channel.close(None)
         assert wrong == []
         assert sum(outcomes.values()) == NUM_REQUESTS
         assert {method for method, _ in outcomes} == METHODS.keys()

@@ -60,7 +60,7 @@ async def errors_of(pool: ScriptPool) -> list[str]:
         {"model": CANARY},
         {"request_id": f"{CANARY} with a space"},
     ):
-        await note(client.generate(CANARY, **options))  # type: ignore[arg-type]
+        await note(client.generate(CANARY, **options))
     await note(client.generate(CANARY * 10_000))
     await note(client.generate([CANARY]))  # type: ignore[list-item]
     await note(client.chat([(CANARY, CANARY)]))

@@ -7,7 +7,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -128,7 +128,7 @@ async def flood(asking: AsyncGraphpoolClient, stop: asyncio.Event, width: int) -
 
 
 async def test_s18_a_tenant_at_ten_times_its_share_leaves_the_others_p99_alone(
-    tmp_path: Path, record_property: pytest.RecordProperty
+    tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Two replicas of eight rows, 0.4 s an answer: 40 answers a second. The quiet tenants take 17, the noisy one all.
 

@@ -80,7 +80,7 @@ def all_methods(address: str, token: str) -> dict[str, tuple[bool, bool]]:
 async def call(address: str, path: str, metadata: Any = None, raw: bytes = b"") -> tuple[grpc.StatusCode, str]:
     async with grpc.aio.insecure_channel(address) as channel:
         # On the wire a stream of one request is the same as one request, and this sends it in one piece.
-        call: Any = channel.unary_stream(path)(raw, metadata=metadata, timeout=10)
+        call: Any = channel.unary_stream(path)(raw, metadata=metadata, timeout=10)  # type: ignore[call-arg]
         return await call.code(), await call.details()
 
 

@@ -71,7 +71,7 @@ def test_a_tenant_keeps_its_tokens_when_it_gets_another_and_loses_the_revoked_on
     for token in (first, second):
         caller = tenants.caller(token)
         assert caller is not None
-        assert (caller.tenant, caller.roles) == ("acme", {Role.USER, Role.OPERATOR})
+        assert (caller.tenant, caller.roles) == ("acme", frozenset((Role.USER, Role.OPERATOR)))
     assert tenants.by_name["acme"].quota.max_streams == 3
     assert revoke_token(path, token_id(first) or "") == "acme"
     tenants = read_tenants(str(path))
@@ -142,7 +142,7 @@ def test_a_secret_is_compared_whole_and_stands_for_the_pool(tmp_path: Path) -> N
     write_secret(path)
     guard = Guard(SecurityConfig(pool_token=str(path)))
     caller = guard.caller_of_token(read_secret(str(path)))
-    assert (caller.tenant, caller.roles) == ("", {Role.ROUTER, Role.REPLICA})
+    assert (caller.tenant, caller.roles) == ("", frozenset((Role.ROUTER, Role.REPLICA)))
     for wrong in ("", "x", read_secret(str(path))[:-1], read_secret(str(path)) + "x", "ü"):
         with pytest.raises(Unauthenticated):
             guard.caller_of_token(wrong)

@@ -16,7 +16,7 @@ HUGE = 1_000_000_000
 
 
 def render(source: str, **options: float) -> str:
-    return ChatTemplate(source, {}, **options).render(CHAT)  # type: ignore[arg-type]
+    return ChatTemplate(source, {}, **options).render(CHAT)
 
 
 @pytest.mark.parametrize(
