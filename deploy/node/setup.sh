@@ -10,11 +10,11 @@ environment=~/graphpool-env
 
 make_environment() {
     local name
-    # The machine's image decides which of these is there; graphpool needs 3.11 to 3.13.
+    # The machine's image decides which of these is there; graphpool needs 3.11 to 3.13. Debian's has no ensurepip by itself.
     for name in python3.12 python3.13 python3.11; do
-        command -v "$name" >/dev/null && { "$name" -m venv "$environment"; return; }
+        if "$name" -c 'import ensurepip' 2>/dev/null; then "$name" -m venv "$environment"; return; fi
     done
-    echo 'no Python 3.11, 3.12 or 3.13 here: install python3.12 and python3.12-venv' >&2
+    echo 'no Python 3.11, 3.12 or 3.13 with venv here: install python3.12 and python3.12-venv' >&2
     return 1
 }
 
