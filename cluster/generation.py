@@ -25,11 +25,6 @@ from protos import generation_pb2, generation_pb2_grpc
 from worker.errors import DeadlineExceeded, InvalidRequest
 
 SERVICE = "graphpool.v1.GenerationService"
-REQUEST_ID_KEY = "request-id"
-RESUME_INDEX_KEY = "resume-index"
-"""Number of the first message that a stream ended without, UNAVAILABLE: `Resume` goes on there."""
-POISON_KEY = "poison"
-"""Set when the request itself ends replicas."""
 READER_TIMEOUT_S = 30.0
 ANSWER_BYTES = MESSAGE_BYTES - 64 * 1024
 """Room is left for what a chat message adds to an answer."""
@@ -180,7 +175,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         codec.check_request_id(request.request_id)
         if not request.request_id:
             request.request_id = uuid.uuid4().hex
-        context.set_trailing_metadata(((REQUEST_ID_KEY, request.request_id),))
+        context.set_trailing_metadata(((status.REQUEST_ID_KEY, request.request_id),))
         codec.check_request(request)
         criticality = criticality_of(context.invocation_metadata())
         if self._tenancy is not None:
@@ -206,11 +201,11 @@ class _Sent:
 
 def _trailers(request: AnyRequest, error: Exception, sent: _Sent | None) -> tuple[tuple[str, str], ...]:
     """What a client can do about an answer that failed: go on with it elsewhere, or never ask for it again."""
-    trailers = ((REQUEST_ID_KEY, request.request_id),)
+    trailers = ((status.REQUEST_ID_KEY, request.request_id),)
     if isinstance(error, PoisonedRequest):
-        return (*trailers, (POISON_KEY, "true"))
+        return (*trailers, (status.POISON_KEY, "true"))
     if sent is not None and sent.next_sequence and status.code_of(error) is grpc.StatusCode.UNAVAILABLE:
-        return (*trailers, (RESUME_INDEX_KEY, str(sent.next_sequence)))
+        return (*trailers, (status.RESUME_INDEX_KEY, str(sent.next_sequence)))
     return trailers
 
 

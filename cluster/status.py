@@ -18,6 +18,11 @@ from worker import errors as worker_errors
 
 MAX_DETAILS_BYTES = 1024
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
+REQUEST_ID_KEY = "request-id"
+RESUME_INDEX_KEY = "resume-index"
+"""Number of the first message that a stream ended without, UNAVAILABLE: `Resume` goes on there."""
+POISON_KEY = "poison"
+"""Set when the request itself ends replicas."""
 NEVER_RETRY_MS = -1
 ABORT_TIMEOUT_S = 5.0
 """For a status to find its place behind messages that were not read."""

@@ -16,23 +16,37 @@ CallError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
 
 from cluster.errors import ClusterError
-from cluster.status import PUSHBACK_KEY
+from cluster.status import POISON_KEY, PUSHBACK_KEY, REQUEST_ID_KEY, RESUME_INDEX_KEY
 
 
 class CallError(ClusterError):
     """A call ended with this status; `details` is the server's sentence."""
 
-    def __init__(self, code: grpc.StatusCode, details: str, retry_after_s: float | None = None) -> None:
-        super().__init__(code, details, retry_after_s)
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        retry_after_s: float | None = None,
+        request_id: str = "",
+        resume_index: int | None = None,
+        is_poison: bool = False,
+    ) -> None:
+        super().__init__(code, details, retry_after_s, request_id, resume_index, is_poison)
         self.code = code
         self.details = details
         self.retry_after_s = retry_after_s
         """When the server wants to be asked again; None = it did not say."""
+        self.request_id = request_id
+        self.resume_index = resume_index
+        """Number of the message with which `Resume` goes on with an answer that broke off; None = there is nothing."""
+        self.is_poison = is_poison
+        """The request ends the replica that computes it: it is never worth another try."""
 
     def __str__(self) -> str:
         return f"{self.code.name}: {self.details}"
@@ -100,12 +114,18 @@ _TYPES: dict[grpc.StatusCode, type[CallError]] = {
 def call_error(error: Any) -> CallError:
     """The typed form of a `grpc.RpcError`."""
     code: grpc.StatusCode = error.code()
-    return _TYPES.get(code, CallError)(code, error.details() or "", _retry_after_s(error))
+    trailers = dict(error.trailing_metadata() or ())
+    resume_index = trailers.get(RESUME_INDEX_KEY)
+    return _TYPES.get(code, CallError)(
+        code,
+        error.details() or "",
+        _retry_after_s(trailers),
+        trailers.get(REQUEST_ID_KEY, ""),
+        None if resume_index is None else int(resume_index),
+        trailers.get(POISON_KEY) == "true",
+    )
 
 
-def _retry_after_s(error: Any) -> float | None:
-    for key, value in error.trailing_metadata() or ():
-        if key == PUSHBACK_KEY:
-            pushback_ms = int(value)
-            return pushback_ms / 1000 if pushback_ms >= 0 else None
-    return None
+def _retry_after_s(trailers: Mapping[str, str]) -> float | None:
+    pushback_ms = int(trailers.get(PUSHBACK_KEY, -1))
+    return pushback_ms / 1000 if pushback_ms >= 0 else None

@@ -27,7 +27,7 @@ from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 from protos.control_pb2 import REPLICA_STATE_READY
 from tests.fakes.replica_process import ReplicaProcess, spawn_replica
-from tests.fakes.router_process import spawn_router
+from tests.fakes.router_process import RouterProcess, spawn_router
 from tests.fakes.scrape import scrape
 from tests.fakes.script_engine import ScriptKnobs, script, script_text
 from tests.fakes.script_pool import FAST, ONE_TRY, script_pool, start_replica
@@ -73,7 +73,7 @@ async def until_ready(client: AsyncGraphpoolClient, num_replicas: int) -> None:
 @asynccontextmanager
 async def two_routers(
     num_replicas: int = 2, **knobs: object
-) -> AsyncIterator[tuple[list[ReplicaProcess], list[ReplicaProcess]]]:
+) -> AsyncIterator[tuple[list[RouterProcess], list[ReplicaProcess]]]:
     """Routers and replicas, all of them processes, every replica on both routers."""
     config = {"listen": "127.0.0.1:0", "announce_period_s": 0.2}
     routers = [await spawn_router(config) for _ in range(2)]
@@ -331,7 +331,7 @@ async def test_what_a_client_says_of_the_prefix_cache_reaches_the_engine() -> No
         seen.append((work.use_prefix_cache, work.cache_salt))
         submit(work)
 
-    one.engine.submit = note  # type: ignore[method-assign]
+    one.engine.submit = note  # type: ignore[method-assign, assignment]
     async with AsyncGraphpoolClient(one.server.address, ONE_TRY) as client:
         await client.generate(PROMPT, max_tokens=2, cache_salt="mine")
         await client.chat([("user", "x")], max_tokens=2, use_prefix_cache=False)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import grpc
@@ -49,6 +50,14 @@ def test_a_status_from_elsewhere_is_a_call_error_too() -> None:
 def test_the_time_to_come_back_is_told(pushback: str, expected: float | None) -> None:
     error = call_error(FakeRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", ("grpc-retry-pushback-ms", pushback)))
     assert error.retry_after_s == expected
+
+
+def test_an_answer_that_broke_off_says_where_to_go_on_and_poison_what_it_is() -> None:
+    broken = call_error(FakeRpcError(grpc.StatusCode.UNAVAILABLE, "gone", ("request-id", "r"), ("resume-index", "7")))
+    assert (broken.request_id, broken.resume_index, broken.is_poison) == ("r", 7, False)
+    poison = call_error(FakeRpcError(grpc.StatusCode.INTERNAL, "no", ("poison", "true")))
+    assert (poison.request_id, poison.resume_index, poison.is_poison) == ("", None, True)
+    assert pickle.loads(pickle.dumps(broken)).resume_index == 7  # made here
 
 
 def test_every_public_error_is_a_call_error() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.client.endpoints import Endpoint, Endpoints, addresses_of, check_addresses
 from cluster.client.failover import Failover, Progress
+from cluster.codec import AnyRequest
 from cluster.config import ClientConfig
 from cluster.delivered import Delivered
 from cluster.errors import PoisonedRequest
@@ -181,7 +182,7 @@ def test_requests_are_alike_whatever_their_id_their_seed_and_their_cached_blocks
     assert fingerprint(same) == fingerprint(poison(request_id="b"))
     assert same.sampling.seed == 9
     chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")], sampling=same.sampling)
-    others = [poison("y"), poison(model="m"), chat, pb.GenerateRequest(text="x")]
+    others: list[AnyRequest] = [poison("y"), poison(model="m"), chat, pb.GenerateRequest(text="x")]
     assert len({fingerprint(one) for one in (same, *others)}) == 5
 
 

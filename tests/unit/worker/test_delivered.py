@@ -290,7 +290,8 @@ def test_trials_come_one_after_another() -> None:
 
 def test_the_thread_waits_until_a_trial_is_known_of() -> None:
     engine, runner = script_engine(speaker("a" * 30))
-    begun, ended, seen = threading.Event(), threading.Event(), []
+    begun, ended = threading.Event(), threading.Event()
+    seen: list[Any] = []
 
     def sink(events: Any) -> None:
         for event in events:
