@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ SPREADS = {"flat": 1.0, "peaked": 3.0}
 HISTORY = 500
 """Tokens behind each row."""
 CONTEXT = 128
+MAX_PLAIN = 32
+"""Rows up to which plain torch is measured as well: it sorts every row."""
 
 
 def rows_of(kind: str, logits: torch.Tensor) -> Rows:
@@ -96,7 +99,7 @@ class StepBench(DecodeBench):
     """A decode step that leaves its logits and tokens where the stage of `rows` finds them."""
 
     def __init__(self, model: CausalLM, batch: int) -> None:
-        super().__init__(model, "triton", batch, CONTEXT, tier=1024, gemv_rows=int(batch == 1))
+        super().__init__(model, "triton", batch, CONTEXT, tier=1024, way="shipped")
         self.logits = torch.zeros(batch, model.shape.vocab_size, device=CUDA)
 
     @torch.inference_mode()
@@ -118,31 +121,30 @@ class StepBench(DecodeBench):
 
 def measure_stage(results: Results, model: str, batch: int, vocab: int) -> None:
     """The stage alone, over random logits of both shapes."""
-    generator = torch.Generator(CUDA).manual_seed(batch)
     for shape, spread in SPREADS.items():
-        logits = torch.randn(batch, vocab, device=CUDA, generator=generator) * spread
         for kind in KINDS:
-            rows = rows_of(kind, logits)
+            rows = rows_of(kind, random_logits(batch, vocab, spread))
             results.correctness[f"{kind}, {shape}, batch {batch}"] = is_equal_to_plain(rows)
-            systems: dict[str, Callable[[], object]] = {
-                "graphpool": lambda rows=rows: sample(rows.logits, rows.views, ALL_NEEDS)
-            }
-            if batch <= 32 and shape == "flat":
-                systems["torch"] = lambda rows=rows: sampler.sample(rows.logits, rows.views)
-            for system, run in systems.items():
-                value = graph_us(captured(run))
-                note = f"{kind}, {shape}"
-                results.add(
-                    system=system,
-                    model=model,
-                    batch=batch,
-                    metric="sampling_us",
-                    unit="us",
-                    value=value,
-                    scope="step",
-                    note=note,
-                )
-                print(f"batch {batch:4} {note:32} {system:10} {value:8.1f} us", flush=True)
+            value = graph_us(captured(partial(sample, rows.logits, rows.views, ALL_NEEDS)))
+            note_stage(results, "graphpool", model, batch, f"{kind}, {shape}", value)
+
+
+def measure_plain_stage(results: Results, model: str, batch: int, vocab: int) -> None:
+    """The same in plain torch, operation by operation."""
+    rows = rows_of("all of it", random_logits(batch, vocab, SPREADS["flat"]))
+    value = graph_us(captured(partial(sampler.sample, rows.logits, rows.views)))
+    note_stage(results, "torch", model, batch, "any, flat", value)
+
+
+def random_logits(batch: int, vocab: int, spread: float) -> torch.Tensor:
+    generator = torch.Generator(CUDA).manual_seed(batch)
+    return torch.randn(batch, vocab, device=CUDA, generator=generator) * spread
+
+
+def note_stage(results: Results, system: str, model: str, batch: int, note: str, value: float) -> None:
+    values = {"system": system, "model": model, "batch": batch, "note": note, "value": value}
+    results.add(**values, metric="sampling_us", unit="us", scope="step")
+    print(f"batch {batch:4} {note:32} {system:10} {value:8.1f} us", flush=True)
 
 
 def measure_step(results: Results, name: str, model: CausalLM, batch: int) -> None:
@@ -153,7 +155,7 @@ def measure_step(results: Results, name: str, model: CausalLM, batch: int) -> No
     rows = [("greedy", alone)]
     for kind in KINDS:
         views = bench.views(kind)
-        stage = captured(lambda views=views: sample(bench.logits, views, ALL_NEEDS))
+        stage = captured(partial(sample, bench.logits, views, ALL_NEEDS))
         rows.append((kind, graph_us(step, stage, before=bench.reset)))
     for kind, value in rows:
         results.add(
@@ -181,7 +183,10 @@ def main() -> None:
         for batch in arguments.batches:
             measure_step(results, arguments.model, model, batch)
             measure_stage(results, arguments.model, batch, model.shape.vocab_size)
-    assert all(results.correctness.values()), results.correctness
+        assert all(results.correctness.values()), results.correctness
+        for batch in arguments.batches:
+            if batch <= MAX_PLAIN:
+                measure_plain_stage(results, arguments.model, batch, model.shape.vocab_size)
     print(results.write())
 
 

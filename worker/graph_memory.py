@@ -12,6 +12,8 @@ from worker.caching_allocator import CachingPool, round_up
 from worker.causal_lm import ModelShape
 from worker.graphs.key import GraphKey
 from worker.inputs import MAX_PACKED
+from worker.kernels.sampling_scratch import scratch_bytes
+from worker.sampler import NUM_DETAILS
 
 NUM_WALKED_LAYERS = 2
 """Layers need the same memory one after the other; the second shows what the first leaves behind."""
@@ -50,8 +52,11 @@ class StepMemory:
 
     def _walk(self, key: GraphKey, step: _Step) -> None:
         width, pool = round_up(key.tier, self.block_size), step.pool
+        if key.phase == "sample":
+            step.sample(key.bucket)
+            return
         if key.phase == "decode" and self.fused:
-            step.run(step.nothing, sampled=key.bucket)
+            step.run(step.nothing, sampled=key.bucket, widens=False)
         elif key.phase == "decode":
             with pool.held(INDEX_BYTES * width, key.bucket * width, key.bucket * width):  # places, live, dead
                 step.run(partial(_decode_attention, step, width), sampled=key.bucket)
@@ -89,8 +94,8 @@ class _Step:
     def nothing(self) -> None:
         """Attention that needs no memory besides its output."""
 
-    def run(self, attend: Callable[[], None], *, sampled: int) -> None:
-        """The step, with the logits of `sampled` rows."""
+    def run(self, attend: Callable[[], None], *, sampled: int, widens: bool = True) -> None:
+        """The step, with the logits of `sampled` rows; their copy in float32 may lie outside the pool."""
         layers = range(min(NUM_WALKED_LAYERS, self.shape.num_layers))
         with self.pool.held(self.hidden):  # the residual stream
             if self._fused:
@@ -100,7 +105,16 @@ class _Step:
             else:
                 self._rotate_and_run(layers, attend)
             with self.pool.held(self.hidden):
-                self._head(sampled)
+                self._head(sampled, widens=widens)
+
+    def sample(self, rows: int) -> None:
+        """The stage after a step, over logits that lie outside the pool."""
+        outputs = rows * (2 + NUM_DETAILS) * INDEX_BYTES
+        logits = rows * self.shape.vocab_size
+        fused = scratch_bytes(rows, self.shape.vocab_size) if self._fused else []
+        sizes = fused or [logits * FLOAT_BYTES] * 3 + [logits * INDEX_BYTES] * 6
+        with self.pool.held(*sizes, outputs):
+            pass
 
     def _rotate_and_run(self, layers: range, attend: Callable[[], None]) -> None:
         angles = self.tokens * self.shape.head_dim * FLOAT_BYTES
@@ -142,13 +156,14 @@ class _Step:
             with self.pool.held(2 * gated, gated):
                 pass
 
-    def _head(self, rows: int) -> None:
+    def _head(self, rows: int, *, widens: bool) -> None:
         """Logits in the model's type, then in float32, then the greedy tokens."""
         logits = rows * self.shape.vocab_size
         is_converted = self._fused or self.itemsize != FLOAT_BYTES
         native = [logits * self.itemsize] if is_converted else []
         small = [rows * FLOAT_BYTES, rows * INDEX_BYTES, 2 * rows * INDEX_BYTES]
-        with self.pool.held(*native, logits * FLOAT_BYTES, *small):
+        wide = [logits * FLOAT_BYTES] if widens else []
+        with self.pool.held(*native, *wide, *small):
             pass
 
 

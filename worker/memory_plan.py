@@ -17,6 +17,7 @@ from worker.config import WorkerConfig
 from worker.errors import UnsupportedModel
 from worker.graph_memory import FLOAT_BYTES, StepMemory
 from worker.graph_runner import num_scratch_blocks, worker_keys
+from worker.inputs import MAX_PACKED
 from worker.kernels.split_plan import max_partials
 from worker.load_causal_lm import load_causal_lm
 from worker.model.architecture import SUPPORTED_MODEL_TYPES, DecoderConfig
@@ -25,6 +26,8 @@ from worker.model.embedded import EMBEDDED_MODEL
 from worker.model.files import ModelFiles
 from worker.model.source import resolve_model
 from worker.model.weights import list_tensors
+from worker.sampling import MAX_LOGIT_BIAS
+from worker.sampling_table import NUM_PLACES, NUM_REAL, NUM_WHOLE, WORD_BITS
 from worker.shapes import Shapes, choose_dtype, choose_shapes, kv_block_bytes
 
 CONTEXT_BYTES = 700 << 20
@@ -114,7 +117,7 @@ def plan_memory(config: WorkerConfig, gpu_bytes: int, *, context_bytes: int = CO
     free = max(gpu_bytes - context_bytes - weights, 0)
     shapes = choose_shapes(config, shape, _CUDA, dtype, memory=(free, gpu_bytes))
     fused = config.kernels != "torch"
-    kv, inputs = _plan_kv(config, shape, shapes), static_input_bytes(shapes)
+    kv, inputs = _plan_kv(config, shape, shapes), static_input_bytes(shapes) + sampling_bytes(shapes, shape.vocab_size)
     if fused:
         inputs += _workspace_bytes(shape, shapes.buckets.largest)
     graphs = None
@@ -153,6 +156,15 @@ def static_input_bytes(shapes: Shapes) -> int:
     table = shapes.tiers.num_blocks(shapes.tiers.longest) * torch.int32.itemsize
     index = torch.int64.itemsize
     return rows * (table + 6 * index) + tokens * 3 * index + table
+
+
+def sampling_bytes(shapes: Shapes, vocab_size: int) -> int:
+    """Of the sampling stage's tables, and of the logits that graphs leave for it."""
+    rows, words = shapes.buckets.largest, -(-vocab_size // WORD_BITS)
+    seat = vocab_size * torch.int16.itemsize + (2 * words + 2 * MAX_LOGIT_BIAS) * torch.int32.itemsize
+    seat += NUM_WHOLE * torch.int64.itemsize + NUM_REAL * torch.float32.itemsize
+    logits = max(rows, MAX_PACKED) * vocab_size * FLOAT_BYTES if shapes.has_graphs else 0
+    return (rows + 1) * seat + rows * NUM_PLACES * torch.int64.itemsize + logits
 
 
 def _workspace_bytes(shape: ModelShape, max_rows: int) -> int:

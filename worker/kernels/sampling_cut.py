@@ -27,10 +27,9 @@ from worker.kernels.sampling_rows import (
     share,
     value_key,
 )
-from worker.kernels.sampling_survey import BINS, bin_edge, bin_of
+from worker.kernels.sampling_scratch import BINS, CAPACITY
+from worker.kernels.sampling_survey import bin_edge, bin_of
 
-CAPACITY = 8192
-"""Logits between the bins that fit into the list; a row with more is searched whole, which takes longer."""
 _CAPACITY = tl.constexpr(CAPACITY)
 _BINS = tl.constexpr(BINS)
 _ROUNDING = tl.constexpr(1e-5)

@@ -35,7 +35,7 @@ from worker.kernels.sampling_rows import (
     share,
     value_key,
 )
-from worker.kernels.sampling_survey import TOP_LANES
+from worker.kernels.sampling_scratch import TOP_LANES
 
 _TOP_LANES = tl.constexpr(TOP_LANES)
 
@@ -54,7 +54,7 @@ def _details(
     PAD: tl.constexpr,
     DETAILS: tl.constexpr,
 ) -> None:
-    """See worker.logprobs."""
+    """See worker.logprobs. Only the first `num_wanted` of the likeliest tokens are written."""
     block = tl.arange(0, PAD)
     mass = tl.load(own_mass + row * num_blocks + block, mask=block < num_blocks, other=0)
     out = details + row * DETAILS
@@ -94,6 +94,7 @@ def draw(
     BLOCK: tl.constexpr,
     PAD: tl.constexpr,
     DETAILS: tl.constexpr,
+    DETAIL_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Inverts the cumulative mass in id order at a random number; or takes the best."""
@@ -147,6 +148,12 @@ def draw(
         cell = counts + seat * vocab + token
         count = tl.load(cell).to(tl.int32)
         tl.store(cell, (count + tl.where((count >> 1) < MAX_COUNT, 2, 0)).to(tl.int16))
+    written = 0
     if (needs & LOGPROBS) != 0:
         wanted = tl.load(whole + seat * WHOLE + NUM_LOGPROBS).to(tl.int32)
+        written = 3 + wanted
         _details(line, greedy, token, row, wanted, own_mass, top, details, num_blocks, PAD, DETAILS)
+    lane = tl.arange(0, DETAIL_LANES)
+    tl.store(
+        details + row * DETAILS + lane, tl.zeros((DETAIL_LANES,), tl.int64), mask=(lane >= written) & (lane < DETAILS)
+    )

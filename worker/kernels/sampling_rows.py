@@ -10,9 +10,6 @@ from worker.rng import UNIFORM_BITS
 from worker.sampling import MAX_LOGIT_BIAS
 from worker.sampling_table import Need, Place, Real, Whole
 
-BLOCK = 4096
-"""Logits of one program."""
-
 RANDOM = tl.constexpr(int(Need.RANDOM))
 CUT = tl.constexpr(int(Need.CUT))
 MIN_P = tl.constexpr(int(Need.MIN_P))

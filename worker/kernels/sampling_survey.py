@@ -28,11 +28,8 @@ from worker.kernels.sampling_rows import (
     key_value,
     mass_of,
 )
+from worker.kernels.sampling_scratch import BINS, TOP_LANES
 
-BINS = 1024
-"""Of the histogram that narrows a cut down. Logits in the last bin have no mass."""
-TOP_LANES = 32
-"""Room for a block's likeliest tokens."""
 _TOP_LANES = tl.constexpr(TOP_LANES)
 _BINS = tl.constexpr(BINS)
 _FINE_DEPTH = tl.constexpr(16.0)

@@ -14,7 +14,7 @@ from tests.fakes.sampled_rows import Rows, sequence
 from tests.fakes.triton_interpreter import DEVICE
 from worker import sampler
 from worker.kernels import sample as fused
-from worker.kernels import sampling_cut
+from worker.kernels.sampling_scratch import CAPACITY
 from worker.sampling import SamplingParams
 from worker.sampling_table import ALL_NEEDS, SamplingViews
 
@@ -120,7 +120,7 @@ def test_the_outcome_does_not_depend_on_how_a_row_is_divided(block: int) -> None
 
 @pytest.mark.parametrize("kind", ["top-k", "top-p", "both"])
 def test_a_row_whose_cut_lies_among_more_logits_than_the_list_holds_is_searched_whole(kind: str) -> None:
-    flat = logits(1, 1e-4, vocab=sampling_cut.CAPACITY + 900)
+    flat = logits(1, 1e-4, vocab=CAPACITY + 900)
     flat[0, 17] = flat[0, 4000] = flat.max()  # and with ties
     compare(Rows([sequence(SamplingParams(seed=9, **KINDS[kind] | {"top_k": 5000}))], flat), block=2048)
 
