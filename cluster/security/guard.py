@@ -6,8 +6,9 @@ import inspect
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
@@ -41,6 +42,8 @@ class Guard:
 
     def __init__(self, config: SecurityConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
+        self.refused: Counter[str] = Counter()
+        """Calls that were turned away, by the name of their status."""
         self.certificates = ServerCertificates(config, clock=clock) if config.has_tls else None
         self._tenants = (
             WatchedFiles([config.tokens], lambda: read_tenants(config.tokens), clock=clock) if config.tokens else None
@@ -136,14 +139,17 @@ class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
             caller = self._guard.caller_of_certificate(context.auth_context())
             _check(caller, method)
         except (Unauthenticated, NotPermitted) as error:
-            self._refusals.note(method, context.peer(), error)
-            await status.abort(context, error)
+            await self._turn_away(method, context, error)
         set_caller(caller)
+
+    async def _turn_away(self, method: str, context: Context, error: Refusal) -> NoReturn:
+        self._guard.refused[status.code_of(error).name] += 1
+        self._refusals.note(method, context.peer(), error)
+        await status.abort(context, error)
 
     def _refusing(self, method: str, error: Refusal) -> Handler:
         async def refuse(_: object, context: Context) -> None:
-            self._refusals.note(method, context.peer(), error)
-            await status.abort(context, error)
+            await self._turn_away(method, context, error)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 

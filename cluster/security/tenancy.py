@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from prometheus_client.core import Metric
+
 from cluster import codec
 from cluster.codec import AnyRequest
-from cluster.errors import NotPermitted
+from cluster.errors import NotPermitted, QuotaExceeded
+from cluster.metrics.families import counter, gauge
 from cluster.security.caller import Role, current_caller
 from cluster.security.guard import Guard
 from cluster.security.quota import Account, Quota
@@ -67,6 +71,8 @@ class Tenancy:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._owners: dict[str, str] = {}
+        self._tokens: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
 
     @property
     def has_tenant(self) -> bool:
@@ -90,19 +96,55 @@ class Tenancy:
         name = current_caller().tenant
         spending = Spending(estimate(request))
         account, weight = self._account(name)
-        account.open(spending.estimate)
+        with self._refusals_of(name):
+            account.open(spending.estimate)
         self._owners[request.request_id] = name
         try:
             async with self._turn(name, spending, weight, request, timeout_s):
                 yield spending
         finally:
             self._owners.pop(request.request_id, None)
+            self._tokens[name] += spending.used
             account.close(spending.estimate, spending.used)
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[None]:
+        """For a call that takes no tokens of the pool: one of the tenant's requests at the same time, nothing more."""
+        name = current_caller().tenant
+        if not name:
+            yield
+            return
+        account, _ = self._account(name)
+        with self._refusals_of(name):
+            account.open(0)
+        try:
+            yield
+        finally:
+            account.close(0, 0)
 
     def may_abort(self, request_id: str) -> bool:
         """Operators and the pool may end any request, tenants their own alone."""
         caller = current_caller()
         return caller.is_any(Role.OPERATOR, Role.ROUTER) or self._owners.get(request_id) == caller.tenant
+
+    def families(self) -> Iterator[Metric]:
+        """For a scrape. Tenants' names are the file's, not a client's."""
+        tokens = (((name,), count) for name, count in self._tokens.items())
+        refused = (((name,), count) for name, count in self._refused.items())
+        streams = (((name,), account.num_streams) for name, account in self._accounts.items())
+        calls = (((code.lower(),), count) for code, count in self._guard.refused.items())
+        yield counter("tenant_tokens", "Tokens of prompts and answers, by tenant.", tokens, ("tenant",))
+        yield counter("tenant_refused_requests", "Requests over their tenant's quota.", refused, ("tenant",))
+        yield gauge("tenant_streams", "Requests being answered or waiting for their turn.", streams, ("tenant",))
+        yield counter("refused_calls", "Calls of callers who are not known or not allowed.", calls, ("code",))
+
+    @contextlib.contextmanager
+    def _refusals_of(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except QuotaExceeded:
+            self._refused[name] += 1
+            raise
 
     def _turn(
         self, name: str, spending: Spending, weight: float, request: AnyRequest, timeout_s: float | None
