@@ -94,13 +94,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.TokenizeRequest, context: Context
     ) -> generation_pb2.TokenizeResponse:
         async with status.on_error(context):
-            return await self._backend.tokenize(request, timeout_s=_time_left(context))
+            with self._slot():
+                return await self._backend.tokenize(request, timeout_s=_time_left(context))
 
     async def Detokenize(  # noqa: D102, N802
         self, request: generation_pb2.DetokenizeRequest, context: Context
     ) -> generation_pb2.DetokenizeResponse:
         async with status.on_error(context):
-            return await self._backend.detokenize(request, timeout_s=_time_left(context))
+            with self._slot():
+                return await self._backend.detokenize(request, timeout_s=_time_left(context))
 
     async def _resume(
         self, resume: generation_pb2.ResumeRequest | generation_pb2.ResumeChatRequest, context: Context
@@ -160,6 +162,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise
             finally:
                 self._live.discard(request.request_id)
+
+    def _slot(self) -> contextlib.AbstractContextManager[None]:
+        """One of the tenant's requests at the same time."""
+        return contextlib.nullcontext() if self._tenancy is None else self._tenancy.slot()
 
     @contextlib.asynccontextmanager
     async def _turn(self, request: AnyRequest, context: Context) -> AsyncIterator[Callable[[Pieces], Pieces]]:
