@@ -26,9 +26,7 @@ async def deaths(pool: ChaosPool) -> int:
     return sum(replica.process.returncode is not None for replica in pool.replicas.values())
 
 
-@pytest.mark.parametrize(
-    ("kind", "after_tokens"), [("kill", 0), ("kill", 25), ("crash_engine", 0), ("crash_engine", 25)]
-)
+@pytest.mark.parametrize(("kind", "after_tokens"), [("kill", 25), ("crash_engine", 0)])
 async def test_a_poisonous_request_takes_two_replicas_along_and_nobody_else(kind: str, after_tokens: int) -> None:
     async with chaos_pool(3, step_s=0.01) as pool:
         for name in pool.replicas:

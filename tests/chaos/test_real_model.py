@@ -10,7 +10,7 @@ import torch
 from tests.chaos.real_resume import CASES, RealResume
 
 pytestmark = pytest.mark.model
-NUM_TOKENS = 10
+NUM_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def real() -> Iterator[RealResume]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("case", ["greedy, four choices, logprobs", "penalties", "stops in the text"])
+@pytest.mark.parametrize("case", ["seeded, four choices, logprobs", "penalties"])
 def test_an_answer_is_the_same_after_an_interruption_at_any_token(case: str, real: RealResume) -> None:
     outcome = real.interrupt(real.case(case, max_tokens=NUM_TOKENS), range(1, NUM_TOKENS))
     assert outcome.resumed >= 2
