@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from cluster import codec
 from cluster.codec import AnyRequest
 from cluster.errors import NotPermitted, QuotaExceeded
-from cluster.metrics.families import counter, gauge
+from cluster.metrics.families import counter, gauge, plain_gauge
 from cluster.security.caller import Role, current_caller
 from cluster.security.guard import Guard
 from cluster.security.quota import Account, Quota
@@ -30,6 +30,10 @@ Pieces = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 class Gate(Protocol):
     """Where requests wait while the pool is full."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
 
     def turn(
         self, tenant: str, *, cost: float, rows: int, weight: float, timeout_s: float | None
@@ -137,6 +141,8 @@ class Tenancy:
         yield counter("tenant_refused_requests", "Requests over their tenant's quota.", refused, ("tenant",))
         yield gauge("tenant_streams", "Requests being answered or waiting for their turn.", streams, ("tenant",))
         yield counter("refused_calls", "Calls of callers who are not known or not allowed.", calls, ("code",))
+        num_waiting = 0 if self._gate is None else self._gate.num_waiting
+        yield plain_gauge("waiting_turns", "Requests that wait for their tenant's turn.", num_waiting)
 
     @contextlib.contextmanager
     def _refusals_of(self, name: str) -> Iterator[None]:

@@ -29,8 +29,11 @@ class Scrape:
         return found
 
 
-def fetch(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+def fetch(address: str, token: str = "") -> str:
+    request = urllib.request.Request(f"http://{address}/metrics")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=10) as response:
         text: str = response.read().decode()
     return text
 

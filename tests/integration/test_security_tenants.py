@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.client import AsyncGraphpoolClient, DeadlineExceeded, ResourceExhausted
+from cluster.client import AsyncGraphpoolClient, DeadlineExceeded, PermissionDenied, ResourceExhausted
 from cluster.config import ClientConfig, ReplicaConfig
 from cluster.criticality import KEY
 from cluster.replica.events import EventFanout
@@ -23,6 +23,7 @@ from cluster.security.config import ClientSecurity
 from cluster.security.tenancy import tenant_salt
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationServiceStub
+from tests.fakes.scrape import fetch
 from tests.fakes.script_engine import ScriptKnobs
 from tests.fakes.script_pool import FAST, ScriptPool
 from tests.fakes.secured import Secured, secured, secured_pool
@@ -257,4 +258,34 @@ async def test_s18_a_resumed_answer_counts_as_its_own_tenants(tmp_path: Path) ->
                     async for _ in call:
                         pass
                 assert await call.code() is code, tenant
+        stream.cancel()
+
+
+async def test_s18_what_tenants_use_and_are_refused_is_in_the_metrics(tmp_path: Path) -> None:
+    keys = secured(tmp_path, acme={"tokens_per_s": 1, "burst_tokens": 100, "max_streams": 1}, globex={})
+    async with secured_pool(keys, metrics=True) as pool, client(pool, keys, "monitor") as monitor:
+        await pool.client.generate(PROMPT, max_tokens=50, temperature=0, ignore_eos=True)
+        with pytest.raises(ResourceExhausted):
+            await pool.client.generate(PROMPT, max_tokens=90)
+        with pytest.raises(PermissionDenied):
+            await monitor.generate(PROMPT)
+        found = await asyncio.to_thread(fetch, pool.router.metrics_address, keys.tokens["monitor"])
+    for line in (
+        'graphpool_tenant_tokens_total{tenant="acme"} 70.0',
+        'graphpool_tenant_refused_requests_total{tenant="acme"} 1.0',
+        'graphpool_tenant_streams{tenant="acme"} 0.0',
+        'graphpool_refused_calls_total{code="permission_denied"} 1.0',
+        "graphpool_waiting_turns 0.0",
+    ):
+        assert line in found.splitlines()
+
+
+async def test_s18_tokenising_takes_one_of_the_tenants_slots(tmp_path: Path) -> None:
+    keys = secured(tmp_path, acme={"max_streams": 1})
+    async with secured_pool(keys, knobs=ScriptKnobs(step_s=0.02)) as pool:
+        assert await pool.client.tokenize("ab")
+        stream = pool.client.stream(PROMPT, max_tokens=200, temperature=0, ignore_eos=True)
+        await stream.__anext__()
+        with pytest.raises(ResourceExhausted):
+            await pool.client.tokenize("ab")
         stream.cancel()
