@@ -18,7 +18,6 @@ from cluster.control import ControlServicer
 from cluster.generation import GenerationServicer
 from cluster.health import Health
 from cluster.metrics.exporter import MetricsExporter
-from cluster.metrics.families import plain_gauge
 from cluster.metrics.router import RouterMetrics
 from cluster.metrics.rpcs import RpcCounter
 from cluster.router import announce
@@ -178,7 +177,6 @@ class RouterServer:
         )
         yield self._rpcs.family()
         yield from self._tenancy.families()
-        yield plain_gauge("waiting_turns", "Requests that wait for their tenant's turn.", self._gate.num_waiting)
 
     def _server_info(self) -> control_pb2.ServerInfo:
         models = [link.model.name for link in self._membership.links if link.model]

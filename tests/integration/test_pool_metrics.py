@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client.core import Metric
 
 from cluster.client import AsyncGraphpoolClient, CallError
 from cluster.config import ReplicaConfig
@@ -21,6 +22,10 @@ from cluster.metrics.rpcs import RpcCounter
 from cluster.replica.events import EventFanout
 from cluster.replica.server import ReplicaServer
 from cluster.router.canary import NUM_TOKENS, PROMPT_LENGTH
+from cluster.router.fair_queue import FairGate
+from cluster.security.config import SecurityConfig
+from cluster.security.guard import Guard
+from cluster.security.tenancy import Tenancy
 from tests.fakes.bad_requests import Case, Target, run_case
 from tests.fakes.scrape import Scrape, scrape
 from tests.fakes.script_engine import ScriptKnobs
@@ -240,12 +245,22 @@ LOAD = LoadSnapshot(
 )
 
 
+def router_families() -> Iterator[Metric]:
+    guard = Guard(SecurityConfig())
+    guard.refused["UNAUTHENTICATED"] = 1
+    tenancy = Tenancy(guard, FairGate(lambda: 1))
+    tenancy._tokens["acme"] = tenancy._refused["acme"] = 1
+    tenancy._account("acme")
+    yield from RouterMetrics().families([], 0)
+    yield from tenancy.families()
+
+
 @pytest.mark.parametrize("heading", ["Metrics of a replica", "Metrics of a router"])
 def test_the_tables_of_the_operations_page_name_every_metric_and_no_other(heading: str) -> None:
     rpcs, metrics = RpcCounter("x"), ReplicaMetrics()
     rpcs._counts["Generate", "OK"] = 1
     metrics.ended(grpc.StatusCode.OK)
-    own = metrics.families(LOAD) if heading.endswith("replica") else RouterMetrics().families([], 0)
+    own = metrics.families(LOAD) if heading.endswith("replica") else router_families()
     served = set()
     for family in (*own, rpcs.family()):
         labels = tuple(label for label in family.samples[0].labels if label != "le")
