@@ -41,6 +41,11 @@ class SecurityConfig:
         return bool(self.tls_cert)
 
     @property
+    def http(self) -> str:
+        """The scheme of the metrics' address."""
+        return "https" if self.has_tls else "http"
+
+    @property
     def wants_client_certs(self) -> bool:
         """Whether a connection without a certificate of ours is refused."""
         return bool(self.tls_ca) and self.client_certs
