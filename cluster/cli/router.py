@@ -81,7 +81,7 @@ async def _serve(config: RouterConfig, drain_s: float) -> None:
         settle_heap()
         lines.done(f"router at [bold]{server.address}[/]")
         if server.metrics_address:
-            lines.say(f"  metrics:  http://{server.metrics_address}/metrics")
+            lines.say(f"  metrics:  {config.security.http}://{server.metrics_address}/metrics")
         if not config.replicas:
             lines.say(f"  add a replica:  graphpool worker --port 0 --announce {server.address}")
         try:

@@ -16,6 +16,7 @@ from cluster.cli.running import run_until_stopped, usage_errors
 from cluster.cli.worker_options import worker_config
 
 if TYPE_CHECKING:
+    from cluster.security.config import SecurityConfig
     from cluster.cli.startup import StartupLines
     from cluster.local_pool import LocalPool, LocalPoolConfig
 
@@ -135,7 +136,7 @@ async def _serve(config: LocalPoolConfig) -> None:
         try:
             async with LocalPool(config, lines) as pool:
                 settle_heap()
-                _say_ready(lines, pool)
+                _say_ready(lines, pool, config.router.security)
                 await _tell_changes(pool, lines)
         except asyncio.CancelledError:
             lines.done("stopped")
@@ -146,11 +147,14 @@ def _replicas(count: int) -> str:
     return "one replica" if count == 1 else f"{count} replicas"
 
 
-def _say_ready(lines: StartupLines, pool: LocalPool) -> None:
+def _say_ready(lines: StartupLines, pool: LocalPool, asked: SecurityConfig) -> None:
     address = pool.address
     lines.done(f"[bold]ready[/] at [bold]{address}[/]; Ctrl-C stops everything")
     if pool.metrics_address:
-        lines.say(f"  metrics:  http://{pool.metrics_address}/metrics, replicas' on the ports after it")
+        lines.say(f"  metrics:  {asked.http}://{pool.metrics_address}/metrics, replicas' on the ports after it")
+    if asked.asks_who or asked.has_tls:
+        lines.say("  callers say who they are: see Security in `graphpool chat --help`")
+        return
     lines.say(f'  graphpool chat --address {address} "Why is the sky blue?"')
     lines.say(
         '  grpcurl -plaintext -d \'{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}\' '

@@ -134,7 +134,7 @@ async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) ->
         )
         lines.done(f"ready at [bold]{process.server.address}[/] as {escape(process.server.name)}")
         if process.server.metrics_address:
-            lines.say(f"  metrics:  http://{process.server.metrics_address}/metrics")
+            lines.say(f"  metrics:  {config.security.http}://{process.server.metrics_address}/metrics")
         lines.say(f'  try:  graphpool chat --address {process.server.address} "Why is the sky blue?"')
         try:
             await asyncio.Event().wait()
