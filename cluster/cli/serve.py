@@ -16,9 +16,9 @@ from cluster.cli.running import run_until_stopped, usage_errors
 from cluster.cli.worker_options import worker_config
 
 if TYPE_CHECKING:
-    from cluster.security.config import SecurityConfig
     from cluster.cli.startup import StartupLines
     from cluster.local_pool import LocalPool, LocalPoolConfig
+    from cluster.security.config import SecurityConfig
 
 WATCH_S = 0.5
 
