@@ -5,10 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tests.fakes.script import CONTROL_IDS as CONTROL_IDS
+from tests.fakes.script import EOS as EOS
+from tests.fakes.script import TIERS as TIERS
+from tests.fakes.script import VOCAB_SIZE as VOCAB_SIZE
+from tests.fakes.script import ScriptText as ScriptText
+from tests.fakes.script import script as script
+from tests.fakes.script import script_state, script_tokens
+from tests.fakes.script import script_text as script_text
+from tests.fakes.script_knobs import ScriptKnobs as ScriptKnobs
 from worker.errors import (
     DeadlineExceeded,
     Draining,
@@ -36,51 +43,6 @@ from worker.request import (
 )
 from worker.sampling import check_token_ids
 from worker.service import EventSink
-
-VOCAB_SIZE = 512
-CONTROL_IDS = {"<|end|>": 0, "<|begin|>": 1, "<|role|>": 2}
-EOS = 0
-FIRST_BYTE = 3
-TIERS = (64, 256, 1024, 4096)
-
-
-def script(prompt: Sequence[int], seed: int, choice: int, length: int) -> tuple[int, ...]:
-    """The first `length` tokens of an answer: printable bytes, and the same for the same arguments anywhere."""
-    return _tokens(_script_state(prompt, seed, choice), range(length))
-
-
-def script_text(token_ids: Sequence[int]) -> str:
-    """The text of scripted tokens."""
-    return "".join(chr(token_id - FIRST_BYTE) for token_id in token_ids)
-
-
-@dataclass(slots=True, kw_only=True)
-class ScriptKnobs:
-    """How the engine behaves; may be changed while it runs."""
-
-    step_s: float = 0.001
-    tokens_per_step: int = 1
-    max_rows: int = 64
-    max_waiting: int = 256
-    max_model_len: int = TIERS[-1]
-    vocab_size: int = VOCAB_SIZE
-    model: str = "script"
-    crash_after_steps: int | None = None
-    """The engine dies once it has run so many steps."""
-    is_hanging: bool = False
-    """Steps do not end."""
-    hang_after_steps: int | None = None
-    """The same, from that step on."""
-    is_preparing: bool = False
-    """The load says that steps may take longer."""
-    stall_s: float = 0.5
-    """A step that takes longer than this counts as stalled."""
-    fail_on_prompt: tuple[int, ...] | None = None
-    """A request of exactly this prompt ends with NumericalError after its second token."""
-    readiness: str = "eager"
-    """A GraphReadiness: what the load says of graphs."""
-    has_tokenizer: bool = True
-    has_chat_template: bool = True
 
 
 @dataclass(slots=True)
@@ -353,11 +315,11 @@ class ScriptEngine:
     def _delta(self, row: _Row, index: int, choice: _Choice) -> ChoiceDelta:
         params = row.request.sampling
         start = choice.position
-        last = _tokens(choice.state, range(max(start - 1, 0), start))
+        last = script_tokens(choice.state, range(max(start - 1, 0), start))
         stop_id = next((token_id for token_id in last if token_id in params.stop_token_ids), None)
         if stop_id is not None:
             choice.length = start
-        ids = _tokens(choice.state, range(start, min(start + self.knobs.tokens_per_step, choice.length)))
+        ids = script_tokens(choice.state, range(start, min(start + self.knobs.tokens_per_step, choice.length)))
         if stop_id is None:
             stop_id = next((token_id for token_id in ids if token_id in params.stop_token_ids), None)
             if stop_id is not None:
@@ -394,36 +356,6 @@ class ScriptEngine:
             self._sink([RequestFailed(row.request.request_id, EngineDead("the script is over")) for row in rows])
 
 
-class ScriptText:
-    """A tokenizer to go with the script: one id a byte, three control ids, and a template that marks roles."""
-
-    has_chat_template = True
-
-    def __init__(self, on_encode: Callable[[str], None] | None = None) -> None:
-        self._on_encode = on_encode
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if self._on_encode is not None:
-            self._on_encode(text)
-        ids = [FIRST_BYTE + byte for byte in text.encode()]
-        return [CONTROL_IDS["<|begin|>"], *ids] if add_special_tokens else ids
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        names = {} if skip_special_tokens else {token_id: name for name, token_id in CONTROL_IDS.items()}
-        pieces = [names.get(i, "").encode() if i < FIRST_BYTE else bytes([(i - FIRST_BYTE) % 256]) for i in ids]
-        return b"".join(pieces).decode("utf-8", "replace")
-
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        for (before, _), (after, _) in itertools.pairwise(messages):
-            if before == after:
-                raise InvalidRequest("messages", "the chat template wants roles to alternate")
-        ids: list[int] = []
-        for role, content in messages:
-            ids += [CONTROL_IDS["<|role|>"], *self.encode(role, add_special_tokens=False)]
-            ids += [*self.encode(content, add_special_tokens=False), CONTROL_IDS["<|end|>"]]
-        return [*ids, CONTROL_IDS["<|role|>"]]
-
-
 class _ScriptedCrash(Exception):
     pass
 
@@ -445,21 +377,13 @@ def _choices(request: GenerateRequest, info: EngineInfo) -> list[_Choice]:
     params = request.sampling
     length = params.max_tokens or info.max_model_len - len(request.prompt_token_ids)
     seed = 0 if params.is_greedy else params.seed
-    choices = [_Choice(_script_state(request.prompt_token_ids, seed, index), length) for index in range(params.n)]
+    choices = [_Choice(script_state(request.prompt_token_ids, seed, index), length) for index in range(params.n)]
     for index, choice in enumerate(choices):
         delivered = request.delivered_of(index)
-        if delivered != _tokens(choice.state, range(len(delivered))):
+        if delivered != script_tokens(choice.state, range(len(delivered))):
             raise InvalidRequest("delivered", f"is not how choice {index} begins")
         choice.position, choice.has_ended = len(delivered), index in request.finished
     return choices
-
-
-def _script_state(prompt: Sequence[int], seed: int, choice: int) -> int:
-    return zlib.crc32(repr((tuple(prompt), seed, choice)).encode())
-
-
-def _tokens(state: int, positions: Iterable[int]) -> tuple[int, ...]:
-    return tuple(FIRST_BYTE + 32 + ((state + 7919 * position) * 2654435761 >> 16) % 95 for position in positions)
 
 
 def _logprob(token_id: int, num_top: int) -> Logprob:
