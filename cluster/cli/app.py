@@ -16,6 +16,7 @@ from cluster.cli.router import router
 from cluster.cli.serve import serve
 from cluster.cli.status import status
 from cluster.cli.tokens import tokens
+from cluster.cli.top import top
 from cluster.cli.worker import worker
 
 EPILOG = "Exit codes: 0 done, 1 it failed (the last line on stderr says why), 2 wrong usage, 130 interrupted."
@@ -38,6 +39,7 @@ app.command(rich_help_panel=SERVING)(router)
 app.command(rich_help_panel=ASKING)(chat)
 app.command(rich_help_panel=ASKING)(generate)
 app.command(rich_help_panel=ASKING)(status)
+app.command(rich_help_panel=ASKING)(top)
 app.command(rich_help_panel=PREPARING)(plan)
 app.add_typer(doctor, rich_help_panel=PREPARING)
 app.add_typer(certs, rich_help_panel=PREPARING)

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from cluster.client import PoolStatus
+from cluster.load_values import breaker_name, readiness_name, state_name
 from protos import control_pb2
 
 NOTABLE_SLOWNESS = 1.5
-WIDE_COUNTS = (
-    *("outstanding_tokens", "steps", "graph_replays", "eager_steps"),
-    *("prefix_cache_queries", "prefix_cache_hits", "waiting_prefill_tokens"),
-)
 READY = control_pb2.REPLICA_STATE_READY
 STATE_COLOURS = {"READY": "green", "STARTING": "yellow", "DRAINING": "yellow", "STOPPED": "dim", "FAILED": "red"}
-
-
-def state_name(state: control_pb2.ReplicaState.ValueType) -> str:
-    """`READY` for REPLICA_STATE_READY."""
-    return control_pb2.ReplicaState.Name(state).removeprefix("REPLICA_STATE_")
-
-
-def readiness_name(readiness: control_pb2.GraphReadiness.ValueType) -> str:
-    """`full` for GRAPH_READINESS_FULL."""
-    return control_pb2.GraphReadiness.Name(readiness).removeprefix("GRAPH_READINESS_").lower()
-
-
-def breaker_name(breaker: control_pb2.Breaker.ValueType) -> str:
-    """`half_open` for BREAKER_HALF_OPEN."""
-    return control_pb2.Breaker.Name(breaker).removeprefix("BREAKER_").lower()
 
 
 def pool_table(pool: PoolStatus) -> Group:
     """Who answered, then one line for each replica it knows."""
     server = pool.server
-    what = f"{server.role} {server.id}, up {_duration(server.uptime_s)}" + (
+    what = f"{server.role} {server.id}, up {duration(server.uptime_s)}" + (
         f", serves {server.model}" if server.model else ""
     )
     return Group(Text(what), load_table(pool.replicas) if pool.replicas else Text("no replica is known", "yellow"))
@@ -86,27 +66,8 @@ def _load_cells(replica: control_pb2.ReplicaLoad, tiers: Sequence[int]) -> list[
     ]
 
 
-def load_values(replica: control_pb2.ReplicaLoad) -> dict[str, Any]:
-    """Plain values with the wire contract's field names; states as words."""
-    values = MessageToDict(replica, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    values["state"] = state_name(replica.state)
-    values["breaker"] = breaker_name(replica.breaker)
-    load: dict[str, Any] = values.get("load") or {}
-    if load:
-        load["readiness"] = readiness_name(replica.load.readiness)
-        for name in WIDE_COUNTS:
-            load[name] = int(load[name])  # JSON's mapping of protobuf writes 64-bit integers as strings
-    values["router_outstanding_tokens"] = int(values["router_outstanding_tokens"])
-    return values
-
-
-def pool_values(pool: PoolStatus) -> dict[str, Any]:
-    """Plain values of the server and its replicas."""
-    server = MessageToDict(pool.server, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return {"server": server, "replicas": [load_values(replica) for replica in pool.replicas]}
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`3 min 5 s`."""
     minutes, rest_s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest_s} s" if minutes else f"{rest_s} s"

@@ -79,6 +79,6 @@ def _watch(client: GraphpoolClient, period_s: float) -> None:
 
 
 def _print_json(pool: PoolStatus) -> None:
-    from cluster.cli.load_table import pool_values
+    from cluster.load_values import pool_values
 
-    typer.echo(json.dumps(pool_values(pool)))
+    typer.echo(json.dumps(pool_values(pool.server, pool.replicas)))

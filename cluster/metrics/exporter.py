@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.config import join_address, split_address
+from cluster.page.routes import with_page
 from cluster.security.guard import Guard
 from cluster.security.http import GuardedHttp
 
@@ -33,13 +36,30 @@ class LoopCollector(Collector):
         return list(self._source())
 
 
+def _read_on(loop: asyncio.AbstractEventLoop, values: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Values that only the event loop may read, on another thread. Raises TimeoutError when the loop is stuck."""
+
+    async def read() -> Mapping[str, Any]:
+        return values()
+
+    return asyncio.run_coroutine_threadsafe(read(), loop).result(COLLECT_TIMEOUT_S)
+
+
 class MetricsExporter:
     """Answers HTTP at one port with the metrics of one server object, from a registry of its own.
 
-    With a `guard` that asks who calls, for its monitors and operators alone, and over TLS if it has certificates.
+    With `page`, read on the event loop too, there is also a live page for browsers. With a `guard` that asks who calls, for its monitors and operators alone, and over TLS if it has certificates.
     """
 
-    def __init__(self, listen: str, source: Source, guard: Guard | None = None) -> None:
+    def __init__(
+        self,
+        listen: str,
+        source: Source,
+        guard: Guard | None = None,
+        *,
+        page: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._page = page
         self._listen = listen
         self._source = source
         self._guard = guard
@@ -57,10 +77,14 @@ class MetricsExporter:
         if not self._listen:
             return
         registry = CollectorRegistry()
-        registry.register(LoopCollector(asyncio.get_running_loop(), self._source))
+        loop = asyncio.get_running_loop()
+        registry.register(LoopCollector(loop, self._source))
+        app = make_wsgi_app(registry)
+        if self._page is not None:
+            app = with_page(app, partial(_read_on, loop, self._page))
         host, port = split_address("metrics_listen", self._listen)
         try:
-            self._http = GuardedHttp(host, port, make_wsgi_app(registry), self._guard)
+            self._http = GuardedHttp(host, port, app, self._guard)
         except OSError as error:
             raise OSError(error.errno, f"cannot listen at {self._listen} for metrics: {error.strerror}") from error
 

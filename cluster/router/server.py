@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 from prometheus_client.core import Metric
@@ -17,6 +18,7 @@ from cluster.config import MESSAGE_BYTES, RouterConfig, join_address, split_addr
 from cluster.control import ControlServicer
 from cluster.generation import GenerationServicer
 from cluster.health import Health
+from cluster.load_values import pool_values
 from cluster.metrics.exporter import MetricsExporter
 from cluster.metrics.router import RouterMetrics
 from cluster.metrics.rpcs import RpcCounter
@@ -67,7 +69,7 @@ class RouterServer:
         self._guard = Guard(config.security)
         self._gate = FairGate(self._num_rows)
         self._tenancy = Tenancy(self._guard, self._gate)
-        self._exporter = MetricsExporter(config.metrics_listen, self._collect, self._guard)
+        self._exporter = MetricsExporter(config.metrics_listen, self._collect, self._guard, page=self._page)
         self._membership = Membership(config, self._create_link)
         self._pool = Pool(
             config,
@@ -177,6 +179,9 @@ class RouterServer:
         )
         yield self._rpcs.family()
         yield from self._tenancy.families()
+
+    def _page(self) -> dict[str, Any]:
+        return pool_values(self._server_info(), self._pool.loads())
 
     def _server_info(self) -> control_pb2.ServerInfo:
         models = [link.model.name for link in self._membership.links if link.model]

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cluster.cli.answer_values import answer_values
-from cluster.cli.load_table import load_table, load_values, pool_table
+from cluster.cli.load_table import load_table, pool_table
 from cluster.cli.startup import StartupLines
 from cluster.cli.terminal import printable
 from cluster.client import Answer, AsyncGraphpoolClient, Choice, PoolStatus
 from cluster.demo.screen import LINE, ChatScreen, chat_table, whole_lines
 from cluster.demo.watched import WatchedChat
+from cluster.load_values import load_values
 from protos import control_pb2, generation_pb2
 from tests.fakes.script_pool import script_pool
 from worker.request import FinishReason
