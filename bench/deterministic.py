@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -65,7 +66,12 @@ def build(name: str, device: Device, folder: Path, *, deterministic: bool) -> tu
     return engine, created, time.perf_counter() - began - created
 
 
-def first_token_ms(engine: Engine, length: int, device: Device) -> float:
+def rows_step_ms(batch: int, device: Device, engine: Engine) -> float:
+    """Milliseconds of a decode step of `batch` rows."""
+    return decode_step_ms(engine, batch, 128, STEPS[device], device)
+
+
+def first_token_ms(length: int, device: Device, engine: Engine) -> float:
     """Median milliseconds from submission to the first token of a lone prompt."""
     ids = prompt(length, length, engine.info.vocab_size)
     return host_ms(lambda: answers(engine, [ids], 1), device)
@@ -99,11 +105,11 @@ def measure(name: str, device: Device, folder: Path, results: Results) -> None:
         results.add(metric="create_s", value=created, **scope)
         results.add(metric="capture_s", value=captured, **scope)
     for batch in BATCHES[device]:
-        add(results, engines, lambda engine, n=batch: decode_step_ms(engine, n, 128, STEPS[device], device),
-            name, device, metric="decode_step_ms", batch=batch, context=128)  # fmt: skip
+        steps = partial(rows_step_ms, batch, device)
+        add(results, engines, steps, name, device, metric="decode_step_ms", batch=batch, context=128)
     for length in PROMPTS:
-        add(results, engines, lambda engine, n=length: first_token_ms(engine, n, device),
-            name, device, metric="ttft_ms", batch=1, context=length)  # fmt: skip
+        first = partial(first_token_ms, length, device)
+        add(results, engines, first, name, device, metric="ttft_ms", batch=1, context=length)
 
 
 def add(

@@ -10,7 +10,7 @@ import torch
 from worker.batch import Batch, Segment
 from worker.engine import Engine
 from worker.pending import Letter, PendingStep
-from worker.request import ChoiceDelta, GenerateRequest
+from worker.request import ChoiceDelta, GenerateRequest, Logprob
 
 Answers = dict[tuple[str, int], list[int]]
 
@@ -21,6 +21,8 @@ class LogitRecord:
     def __init__(self) -> None:
         self.bits: dict[tuple[int, ...], bytes] = {}
         self.num_compared = 0
+        self.logprobs: dict[tuple[str, int], list[Logprob]] = {}
+        """Of the answers of the last run."""
         self.runners: set[str] = set()
         self.phases: set[str] = set()
         self._seen: list[tuple[Segment, torch.Tensor]] = []
@@ -52,6 +54,7 @@ class LogitRecord:
     def run(self, engine: Engine, requests: list[GenerateRequest], *, limit: int = 5000) -> Answers:
         """The answers of `engine`, which takes all requests at once, after comparing what it computed."""
         self.watch(engine)
+        self.logprobs = {}
         for request in requests:
             engine.add(request)
         answers: Answers = defaultdict(list)
@@ -61,6 +64,7 @@ class LogitRecord:
             for event in engine.step():
                 assert isinstance(event, ChoiceDelta), event
                 answers[event.request_id, event.index] += event.token_ids
+                self.logprobs.setdefault((event.request_id, event.index), []).extend(event.logprobs)
         assert not engine.has_work
         self.compare()
         return dict(answers)

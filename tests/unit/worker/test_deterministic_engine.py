@@ -158,10 +158,12 @@ def test_sampled_answers_are_those_of_a_request_alone(data: st.DataObject) -> No
     )
     others = [request(str(n), prompt(rng, rng.randrange(1, 70)), temperature=1.0, seed=n) for n in range(7)]
     alone = record.run(engine(model), [sampled])
+    logprobs = record.logprobs
     size = data.draw(st.sampled_from([1, 3, 7]))
     chunk = data.draw(st.sampled_from([4, 16, 64]))
     beside = record.run(engine(model, prefill_chunk=chunk), [*others[:size], sampled, *others[size:]])
     assert {key: beside[key] for key in alone} == alone
+    assert {key: record.logprobs[key] for key in alone} == logprobs
 
 
 def test_the_fast_mode_is_what_this_guards_against() -> None:
