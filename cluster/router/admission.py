@@ -60,6 +60,18 @@ class Room:
         )
 
 
+def together(rooms: Sequence[Room], num_waiting: int) -> Room:
+    """Several replicas as one whose rows are all held, with so many waiting in front of it; at least one."""
+    max_rows = sum(room.max_rows for room in rooms)
+    return Room(
+        max_rows=max_rows,
+        num_inside=max_rows + num_waiting,
+        prefill_tokens=sum(room.prefill_tokens for room in rooms) // len(rooms),
+        prefill_token_s=max(room.prefill_token_s for room in rooms),
+        step_s=sum(room.step_s for room in rooms) / len(rooms),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What a request needs."""

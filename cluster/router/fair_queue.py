@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from cluster.criticality import current_criticality
 from cluster.errors import QuotaExceeded
 from worker.errors import DeadlineExceeded
 
@@ -22,13 +23,15 @@ REMEMBERED_S = 60.0
 RETRY_S = 0.5
 
 T = TypeVar("T")
+CheckWait = Callable[[int, int, float | None], None]
 
 
 @dataclass(slots=True)
 class _Flow(Generic[T]):
     weight: float = 1.0
     deficit: float = 0.0
-    waiting: deque[tuple[float, T]] = field(default_factory=deque)
+    waiting: deque[tuple[float, T, int]] = field(default_factory=deque)
+    """(cost, item, rank), the highest rank first."""
 
 
 class FairQueue(Generic[T]):
@@ -59,14 +62,21 @@ class FairQueue(Generic[T]):
         flow = self._flows.get(tenant)
         return 0 if flow is None else len(flow.waiting)
 
-    def push(self, tenant: str, cost: float, item: T, *, weight: float = 1.0) -> None:
-        """Behind what the tenant has waiting."""
+    def num_ahead(self, tenant: str, rank: int) -> int:
+        """Items that go before the next one of this tenant and rank, about: those of others take turns with its own."""
+        flow = self._flows.get(tenant)
+        own = 0 if flow is None else sum(one >= rank for _, _, one in flow.waiting)
+        return own + sum(min(len(one.waiting), own + 1) for one in self._flows.values() if one is not flow)
+
+    def push(self, tenant: str, cost: float, item: T, *, weight: float = 1.0, rank: int = 0) -> None:
+        """Behind what the tenant has waiting of this rank or a higher one."""
         flow = self._flows.get(tenant)
         if flow is None:
             flow = self._flows[tenant] = _Flow()
             self._round.append(tenant)
         flow.weight = weight
-        flow.waiting.append((cost, item))
+        num_before = sum(one >= rank for _, _, one in flow.waiting)
+        flow.waiting.insert(num_before, (cost, item, rank))
 
     def pop(self, may_go: Callable[[T], bool] = lambda _: True) -> T | None:
         """Whose turn it is, among tenants whose first item `may_go`; None when there is none."""
@@ -82,7 +92,7 @@ class FairQueue(Generic[T]):
             if not self._is_served:
                 flow.deficit += self._quantum * flow.weight
                 self._is_served = True
-            cost, item = flow.waiting[0]
+            cost, item, _ = flow.waiting[0]
             if cost > flow.deficit:
                 self._next()
                 continue
@@ -123,14 +133,21 @@ class FairGate:
 
     `capacity` tells the rows of the pool now; one request is always let through. Where several tenants are about, some
     rows are kept for those with less than their share. It fails to be fair over times shorter than the longest
-    answers: nothing that runs is ended.
+    answers: nothing that runs is ended. Of one tenant the most critical go first. `check_wait` is told what would be
+    ahead of a request, its rows and its time before it waits, and may raise.
     """
 
     def __init__(
-        self, capacity: Callable[[], int], *, max_waiting: int = 1024, clock: Callable[[], float] = time.monotonic
+        self,
+        capacity: Callable[[], int],
+        *,
+        max_waiting: int = 1024,
+        check_wait: CheckWait = lambda num_ahead, rows, timeout_s: None,  # noqa: ARG005  # nobody minds
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
         self._max_waiting = max_waiting
+        self._check_wait = check_wait
         self._clock = clock
         self._seen_s: dict[str, float] = {}
         self._queue: FairQueue[_Turn] = FairQueue()
@@ -153,7 +170,8 @@ class FairGate:
     ) -> AsyncIterator[None]:
         """Wait for the request's turn, and hold its rows for the block.
 
-        Raises QuotaExceeded when too many of the tenant wait already, DeadlineExceeded when its turn does not come.
+        Raises QuotaExceeded when too many of the tenant wait already, what `check_wait` raises, and DeadlineExceeded
+        when its turn does not come.
         """
         await self._wait(tenant, cost, rows, weight, timeout_s)
         try:
@@ -175,7 +193,9 @@ class FairGate:
             return
         if self._queue.num_waiting(tenant) >= self._max_waiting:
             raise QuotaExceeded(f"{self._max_waiting} waiting requests", RETRY_S)
-        self._queue.push(tenant, cost, turn, weight=weight)
+        rank = current_criticality()
+        self._check_wait(self._queue.num_ahead(tenant, rank), rows, timeout_s)
+        self._queue.push(tenant, cost, turn, weight=weight, rank=rank)
         self.look_again()
         try:
             async with asyncio.timeout(timeout_s):

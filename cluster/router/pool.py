@@ -15,7 +15,7 @@ from cluster.criticality import current_criticality
 from cluster.delivered import Delivered
 from cluster.errors import RemoteError, ReplicaLost, UnknownReplica
 from cluster.metrics.router import RouterMetrics
-from cluster.router.admission import Admission
+from cluster.router.admission import Admission, together
 from cluster.router.answering import Answering
 from cluster.router.link import Link
 from cluster.router.membership import Membership
@@ -111,6 +111,17 @@ class Pool:
             del self._answering[request.request_id]
             if not self._answering:
                 self._idle.set()
+
+    def check_wait(self, num_ahead: int, *, num_sequences: int, timeout_s: float | None) -> None:
+        """Raises Overloaded if a request had better not wait behind `num_ahead` others for rows that are all held."""
+        rooms = [link.room for link in self._membership.links if link.is_ready]
+        self._admission.check(
+            [together(rooms, num_ahead)] if rooms else [],
+            num_sequences=num_sequences,
+            max_tokens=None,
+            time_left_s=timeout_s,
+            criticality=current_criticality(),
+        )
 
     def _admit(self, request: AnyRequest, timeout_s: float | None) -> None:
         """Raises Overloaded."""

@@ -67,7 +67,7 @@ class RouterServer:
         self._metrics = RouterMetrics()
         self._rpcs = RpcCounter(generation.SERVICE)
         self._guard = Guard(config.security)
-        self._gate = FairGate(self._num_rows)
+        self._gate = FairGate(self._num_rows, check_wait=self._check_wait)
         self._tenancy = Tenancy(self._guard, self._gate)
         self._exporter = MetricsExporter(config.metrics_listen, self._collect, self._guard, page=self._page)
         self._membership = Membership(config, self._create_link)
@@ -165,6 +165,9 @@ class RouterServer:
 
     def _num_rows(self) -> int:
         return num_rows(link.load for link in self._membership.links if link.is_ready)
+
+    def _check_wait(self, num_ahead: int, rows: int, timeout_s: float | None) -> None:
+        self._pool.check_wait(num_ahead, num_sequences=rows, timeout_s=timeout_s)
 
     def _readiness_changed(self) -> None:
         self._gate.look_again()

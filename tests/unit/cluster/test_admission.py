@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.config import RouterConfig
 from cluster.errors import Overloaded
-from cluster.router.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, Demand, Limits, Room, judge
+from cluster.router.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, Demand, Limits, Room, judge, together
 from worker.request import Criticality
 
 SHEDDABLE, PLUS, CRITICAL, TOP = sorted(Criticality)
@@ -149,3 +149,9 @@ def test_the_length_of_answers_is_learnt() -> None:
 
 def test_without_replicas_there_is_nothing_to_judge() -> None:
     check(Admission(RouterConfig()), time_left_s=0.001)
+
+
+def test_replicas_in_front_of_which_requests_wait_are_judged_as_one() -> None:
+    both = together([FULL, replace(FULL, num_inside=1, prefill_tokens=10)], 3)
+    assert (both.max_rows, both.num_waiting, both.num_free_rows, both.prefill_tokens) == (8, 3, 0, 5)
+    assert both.predict_s(1, TOKENS) == pytest.approx(4 * 0.125 + 0.01)
