@@ -40,6 +40,9 @@ class Backend(Protocol):
     def loads(self) -> Sequence[control_pb2.ReplicaLoad]:
         """Every known replica with its state and load."""
 
+    def held(self) -> Sequence[control_pb2.HeldRequests]:
+        """Requests that wait for a replica of their model, by model."""
+
     async def drain(self, replica: str, *, grace_s: float) -> None:
         """Take no new requests and wait for the live ones, at most `grace_s`; "" = this server itself."""
 

@@ -45,7 +45,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         context: Context,
     ) -> control_pb2.GetLoadsResponse:
         async with status.on_error(context):
-            return control_pb2.GetLoadsResponse(replicas=self._backend.loads())
+            return control_pb2.GetLoadsResponse(replicas=self._backend.loads(), held=self._backend.held())
 
     async def Drain(  # noqa: D102, N802
         self, request: control_pb2.DrainRequest, context: Context

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.autoscale.config import ScalingConfig
 from cluster.config import ReplicaConfig, from_mapping
 from worker.config import MAX_CPU_THREADS, WorkerConfig
 
@@ -30,7 +31,11 @@ class PoolConfig:
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)
     """How each replica serves; `routers` must name at least one router."""
     num_replicas: int = 1
-    """Replicas Serve keeps alive."""
+    """Replicas Serve keeps alive, unless `scaling` is given."""
+    scaling: ScalingConfig | None = None
+    """Objectives by which Serve changes the number of replicas, from the loads that routers report; None = it never does."""
+    model_name: str = ""
+    """The model as routers know it, where several share a router: only its load counts for `scaling`."""
     num_gpus: float | None = None
     """GPUs of one replica; None = one, unless the device is "cpu". Every replica has its own CUDA context and graphs."""
     num_cpus: float = 1.0
@@ -57,7 +62,7 @@ class PoolConfig:
 
 def pool_config(values: dict[str, Any]) -> PoolConfig:
     """From plain values, such as a Serve config file's; unknown keys are refused."""
-    nested = {"worker": WorkerConfig, "replica": ReplicaConfig}
+    nested = {"worker": WorkerConfig, "replica": ReplicaConfig, "scaling": ScalingConfig}
     return from_mapping(
         PoolConfig,
         {name: from_mapping(nested[name], value) if name in nested else value for name, value in values.items()},
@@ -78,7 +83,7 @@ def build_app(config: PoolConfig) -> Application:
     deployment = serve.deployment(
         ServedReplica,
         name=DEPLOYMENT_NAME,
-        num_replicas=config.num_replicas,
+        **replicas_of(config),
         ray_actor_options=actor_options(config),
         # Requests do not come through Serve; its own limits must never bind.
         max_ongoing_requests=1,
@@ -89,6 +94,15 @@ def build_app(config: PoolConfig) -> Application:
         max_constructor_retry_count=config.max_start_attempts,
     )
     return deployment.bind(config.worker, config.replica, config.drain_timeout_s)
+
+
+def replicas_of(config: PoolConfig) -> dict[str, Any]:
+    """How many replicas Serve keeps: a number, or what load asks for."""
+    if config.scaling is None:
+        return {"num_replicas": config.num_replicas}
+    from cluster.autoscale.policy import autoscaling_options
+
+    return {"autoscaling_config": autoscaling_options(config.scaling, config.replica, config.model_name)}
 
 
 def actor_options(config: PoolConfig) -> dict[str, Any]:

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0cgraphpool.v1\"\x16\n\x14GetServerInfoRequest\"X\n\nServerInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\r\n\x05model\x18\x05 \x01(\t\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xfc\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05tiers\x18\x06 \x03(\r\x12\x0f\n\x07\x62uckets\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x15\n\rhas_tokenizer\x18\n \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x12\x18\n\x10is_deterministic\x18\x0c \x01(\x08\"=\n\x08TierLoad\x12\x0c\n\x04tier\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x12\n\nfree_slots\x18\x03 \x01(\r\"\xa1\x04\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x03 \x01(\x04\x12%\n\x05tiers\x18\x04 \x03(\x0b\x32\x16.graphpool.v1.TierLoad\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\x13\n\x0bqueue_age_s\x18\x07 \x01(\x01\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x0f\n\x07step_ms\x18\t \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\n \x01(\x01\x12/\n\treadiness\x18\x0b \x01(\x0e\x32\x1c.graphpool.v1.GraphReadiness\x12\x15\n\rgraph_replays\x18\x0c \x01(\x04\x12\x13\n\x0b\x65\x61ger_steps\x18\r \x01(\x04\x12\x1c\n\x14prefix_cache_queries\x18\x0e \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x0f \x01(\x04\x12\x10\n\x08max_rows\x18\x10 \x01(\r\x12\x1e\n\x16waiting_prefill_tokens\x18\x11 \x01(\x04\x12\x18\n\x10prefill_token_ms\x18\x12 \x01(\x01\x12\x18\n\x10predicted_ttft_s\x18\x13 \x01(\x01\x12\x12\n\nstep_age_s\x18\x14 \x01(\x01\x12\x18\n\x10predicted_step_s\x18\x15 \x01(\x01\x12\x14\n\x0cis_preparing\x18\x16 \x01(\x08\"\x11\n\x0fGetLoadsRequest\"\x86\x02\n\x0bReplicaLoad\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.graphpool.v1.ReplicaState\x12 \n\x04load\x18\x05 \x01(\x0b\x32\x12.graphpool.v1.Load\x12!\n\x19router_outstanding_tokens\x18\x06 \x01(\x04\x12\x16\n\x0erouter_streams\x18\x07 \x01(\r\x12&\n\x07\x62reaker\x18\x08 \x01(\x0e\x32\x15.graphpool.v1.Breaker\x12\x10\n\x08slowness\x18\t \x01(\x01\"?\n\x10GetLoadsResponse\x12+\n\x08replicas\x18\x01 \x03(\x0b\x32\x19.graphpool.v1.ReplicaLoad\"0\n\x0c\x44rainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\"\x0f\n\rDrainResponse\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*\xb3\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x19\n\x15REPLICA_STATE_STOPPED\x10\x04\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x05*\x83\x01\n\x0eGraphReadiness\x12\x1f\n\x1bGRAPH_READINESS_UNSPECIFIED\x10\x00\x12\x19\n\x15GRAPH_READINESS_EAGER\x10\x01\x12\x1b\n\x17GRAPH_READINESS_PARTIAL\x10\x02\x12\x18\n\x14GRAPH_READINESS_FULL\x10\x03*_\n\x07\x42reaker\x12\x17\n\x13\x42REAKER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x42REAKER_CLOSED\x10\x01\x12\x10\n\x0c\x42REAKER_OPEN\x10\x02\x12\x15\n\x11\x42REAKER_HALF_OPEN\x10\x03\x32\xfa\x02\n\x0e\x43ontrolService\x12M\n\rGetServerInfo\x12\".graphpool.v1.GetServerInfoRequest\x1a\x18.graphpool.v1.ServerInfo\x12J\n\x0cGetModelInfo\x12!.graphpool.v1.GetModelInfoRequest\x1a\x17.graphpool.v1.ModelInfo\x12I\n\x08GetLoads\x12\x1d.graphpool.v1.GetLoadsRequest\x1a\x1e.graphpool.v1.GetLoadsResponse\x12@\n\x05\x44rain\x12\x1a.graphpool.v1.DrainRequest\x1a\x1b.graphpool.v1.DrainResponse\x12@\n\x05\x41\x62ort\x12\x1a.graphpool.v1.AbortRequest\x1a\x1b.graphpool.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0cgraphpool.v1\"\x16\n\x14GetServerInfoRequest\"X\n\nServerInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\r\n\x05model\x18\x05 \x01(\t\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xfc\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05tiers\x18\x06 \x03(\r\x12\x0f\n\x07\x62uckets\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x15\n\rhas_tokenizer\x18\n \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x12\x18\n\x10is_deterministic\x18\x0c \x01(\x08\"=\n\x08TierLoad\x12\x0c\n\x04tier\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x12\n\nfree_slots\x18\x03 \x01(\r\"\xa1\x04\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x03 \x01(\x04\x12%\n\x05tiers\x18\x04 \x03(\x0b\x32\x16.graphpool.v1.TierLoad\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\x13\n\x0bqueue_age_s\x18\x07 \x01(\x01\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x0f\n\x07step_ms\x18\t \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\n \x01(\x01\x12/\n\treadiness\x18\x0b \x01(\x0e\x32\x1c.graphpool.v1.GraphReadiness\x12\x15\n\rgraph_replays\x18\x0c \x01(\x04\x12\x13\n\x0b\x65\x61ger_steps\x18\r \x01(\x04\x12\x1c\n\x14prefix_cache_queries\x18\x0e \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x0f \x01(\x04\x12\x10\n\x08max_rows\x18\x10 \x01(\r\x12\x1e\n\x16waiting_prefill_tokens\x18\x11 \x01(\x04\x12\x18\n\x10prefill_token_ms\x18\x12 \x01(\x01\x12\x18\n\x10predicted_ttft_s\x18\x13 \x01(\x01\x12\x12\n\nstep_age_s\x18\x14 \x01(\x01\x12\x18\n\x10predicted_step_s\x18\x15 \x01(\x01\x12\x14\n\x0cis_preparing\x18\x16 \x01(\x08\"\x11\n\x0fGetLoadsRequest\"\x95\x02\n\x0bReplicaLoad\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.graphpool.v1.ReplicaState\x12 \n\x04load\x18\x05 \x01(\x0b\x32\x12.graphpool.v1.Load\x12!\n\x19router_outstanding_tokens\x18\x06 \x01(\x04\x12\x16\n\x0erouter_streams\x18\x07 \x01(\r\x12&\n\x07\x62reaker\x18\x08 \x01(\x0e\x32\x15.graphpool.v1.Breaker\x12\x10\n\x08slowness\x18\t \x01(\x01\x12\r\n\x05model\x18\n \x01(\t\"A\n\x0cHeldRequests\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x10\n\x08oldest_s\x18\x03 \x01(\x01\"i\n\x10GetLoadsResponse\x12+\n\x08replicas\x18\x01 \x03(\x0b\x32\x19.graphpool.v1.ReplicaLoad\x12(\n\x04held\x18\x02 \x03(\x0b\x32\x1a.graphpool.v1.HeldRequests\"0\n\x0c\x44rainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\"\x0f\n\rDrainResponse\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*\xb3\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x19\n\x15REPLICA_STATE_STOPPED\x10\x04\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x05*\x83\x01\n\x0eGraphReadiness\x12\x1f\n\x1bGRAPH_READINESS_UNSPECIFIED\x10\x00\x12\x19\n\x15GRAPH_READINESS_EAGER\x10\x01\x12\x1b\n\x17GRAPH_READINESS_PARTIAL\x10\x02\x12\x18\n\x14GRAPH_READINESS_FULL\x10\x03*_\n\x07\x42reaker\x12\x17\n\x13\x42REAKER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x42REAKER_CLOSED\x10\x01\x12\x10\n\x0c\x42REAKER_OPEN\x10\x02\x12\x15\n\x11\x42REAKER_HALF_OPEN\x10\x03\x32\xfa\x02\n\x0e\x43ontrolService\x12M\n\rGetServerInfo\x12\".graphpool.v1.GetServerInfoRequest\x1a\x18.graphpool.v1.ServerInfo\x12J\n\x0cGetModelInfo\x12!.graphpool.v1.GetModelInfoRequest\x1a\x17.graphpool.v1.ModelInfo\x12I\n\x08GetLoads\x12\x1d.graphpool.v1.GetLoadsRequest\x1a\x1e.graphpool.v1.GetLoadsResponse\x12@\n\x05\x44rain\x12\x1a.graphpool.v1.DrainRequest\x1a\x1b.graphpool.v1.DrainResponse\x12@\n\x05\x41\x62ort\x12\x1a.graphpool.v1.AbortRequest\x1a\x1b.graphpool.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=1541
-  _globals['_REPLICASTATE']._serialized_end=1720
-  _globals['_GRAPHREADINESS']._serialized_start=1723
-  _globals['_GRAPHREADINESS']._serialized_end=1854
-  _globals['_BREAKER']._serialized_start=1856
-  _globals['_BREAKER']._serialized_end=1951
+  _globals['_REPLICASTATE']._serialized_start=1665
+  _globals['_REPLICASTATE']._serialized_end=1844
+  _globals['_GRAPHREADINESS']._serialized_start=1847
+  _globals['_GRAPHREADINESS']._serialized_end=1978
+  _globals['_BREAKER']._serialized_start=1980
+  _globals['_BREAKER']._serialized_end=2075
   _globals['_GETSERVERINFOREQUEST']._serialized_start=38
   _globals['_GETSERVERINFOREQUEST']._serialized_end=60
   _globals['_SERVERINFO']._serialized_start=62
@@ -52,17 +52,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADSREQUEST']._serialized_start=1056
   _globals['_GETLOADSREQUEST']._serialized_end=1073
   _globals['_REPLICALOAD']._serialized_start=1076
-  _globals['_REPLICALOAD']._serialized_end=1338
-  _globals['_GETLOADSRESPONSE']._serialized_start=1340
-  _globals['_GETLOADSRESPONSE']._serialized_end=1403
-  _globals['_DRAINREQUEST']._serialized_start=1405
-  _globals['_DRAINREQUEST']._serialized_end=1453
-  _globals['_DRAINRESPONSE']._serialized_start=1455
-  _globals['_DRAINRESPONSE']._serialized_end=1470
-  _globals['_ABORTREQUEST']._serialized_start=1472
-  _globals['_ABORTREQUEST']._serialized_end=1506
-  _globals['_ABORTRESPONSE']._serialized_start=1508
-  _globals['_ABORTRESPONSE']._serialized_end=1538
-  _globals['_CONTROLSERVICE']._serialized_start=1954
-  _globals['_CONTROLSERVICE']._serialized_end=2332
+  _globals['_REPLICALOAD']._serialized_end=1353
+  _globals['_HELDREQUESTS']._serialized_start=1355
+  _globals['_HELDREQUESTS']._serialized_end=1420
+  _globals['_GETLOADSRESPONSE']._serialized_start=1422
+  _globals['_GETLOADSRESPONSE']._serialized_end=1527
+  _globals['_DRAINREQUEST']._serialized_start=1529
+  _globals['_DRAINREQUEST']._serialized_end=1577
+  _globals['_DRAINRESPONSE']._serialized_start=1579
+  _globals['_DRAINRESPONSE']._serialized_end=1594
+  _globals['_ABORTREQUEST']._serialized_start=1596
+  _globals['_ABORTREQUEST']._serialized_end=1630
+  _globals['_ABORTRESPONSE']._serialized_start=1632
+  _globals['_ABORTRESPONSE']._serialized_end=1662
+  _globals['_CONTROLSERVICE']._serialized_start=2078
+  _globals['_CONTROLSERVICE']._serialized_end=2456
 # @@protoc_insertion_point(module_scope)

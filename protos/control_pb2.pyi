@@ -370,6 +370,7 @@ class ReplicaLoad(_message.Message):
     ROUTER_STREAMS_FIELD_NUMBER: _builtins.int
     BREAKER_FIELD_NUMBER: _builtins.int
     SLOWNESS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """name"""
     address: _builtins.str
@@ -381,6 +382,7 @@ class ReplicaLoad(_message.Message):
     breaker: Global___Breaker.ValueType
     slowness: _builtins.float
     """the answering router's estimate against its peers: 1 = as fast, 5 = five times slower"""
+    model: _builtins.str
     @_builtins.property
     def load(self) -> Global___Load: ...
     def __init__(
@@ -395,30 +397,63 @@ class ReplicaLoad(_message.Message):
         router_streams: _builtins.int = ...,
         breaker: Global___Breaker.ValueType = ...,
         slowness: _builtins.float = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "breaker", b"breaker", "incarnation", b"incarnation", "load", b"load", "replica", b"replica", "router_outstanding_tokens", b"router_outstanding_tokens", "router_streams", b"router_streams", "slowness", b"slowness", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "breaker", b"breaker", "incarnation", b"incarnation", "load", b"load", "model", b"model", "replica", b"replica", "router_outstanding_tokens", b"router_outstanding_tokens", "router_streams", b"router_streams", "slowness", b"slowness", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaLoad: _TypeAlias = ReplicaLoad  # noqa: Y015
 
 @_typing.final
+class HeldRequests(_message.Message):
+    """Requests that wait in the router because no replica of their model takes any."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    OLDEST_S_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """"" = they name none"""
+    requests: _builtins.int
+    oldest_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        oldest_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "oldest_s", b"oldest_s", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldRequests: _TypeAlias = HeldRequests  # noqa: Y015
+
+@_typing.final
 class GetLoadsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaLoad]: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequests]: ...
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[Global___ReplicaLoad] | None = ...,
+        held: _abc.Iterable[Global___HeldRequests] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -239,6 +239,10 @@ class EngineBackend:
             )
         ]
 
+    def held(self) -> Sequence[control_pb2.HeldRequests]:
+        """See Backend: a replica's queue is part of its load."""
+        return ()
+
     async def drain(self, replica: str, *, grace_s: float) -> None:
         """See Backend. What is not finished after the grace ends with Draining; then the replica is STOPPED."""
         if replica not in ("", self.name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from cluster import codec
 from cluster.codec import AnyRequest
@@ -16,6 +16,7 @@ from cluster.router.link import Link
 from cluster.router.membership import Membership
 from cluster.router.policies import Policy
 from cluster.router.want import want_of
+from protos import control_pb2
 
 Fits = Callable[[Link], bool]
 
@@ -28,6 +29,22 @@ class Placement:
         self._membership = membership
         self._policy = policy
         self._changed = asyncio.Event()
+        self._waiting: list[tuple[str, float]] = []
+        """(model, since when) of those who wait although no replica of their model takes requests."""
+        self._known_models: set[str] = set()
+        """Of replicas that were ready at some time: a model that has none now may have some again."""
+
+    @property
+    def held(self) -> list[control_pb2.HeldRequests]:
+        """Requests without a replica of their model, by model."""
+        now_s = time.monotonic()
+        by_model: dict[str, list[float]] = {}
+        for model, since_s in self._waiting:
+            by_model.setdefault(model, []).append(now_s - since_s)
+        return [
+            control_pb2.HeldRequests(model=model, requests=len(ages), oldest_s=max(ages))
+            for model, ages in by_model.items()
+        ]
 
     @property
     def num_ready(self) -> int:
@@ -66,9 +83,21 @@ class Placement:
                 return fitting
             if links:
                 give_up_s = time.monotonic() + patience_s
-            elif time.monotonic() >= give_up_s:
+                await self.wait(patience_s, answering)
+                continue
+            if time.monotonic() >= give_up_s:
                 raise NoReplicaAvailable(patience_s)
-            await self.wait(give_up_s - time.monotonic(), answering)
+            with self._holding(model):
+                await self.wait(give_up_s - time.monotonic(), answering)
+
+    @contextlib.contextmanager
+    def _holding(self, model: str) -> Iterator[None]:
+        entry = (model, time.monotonic())
+        self._waiting.append(entry)
+        try:
+            yield
+        finally:
+            self._waiting.remove(entry)
 
     def has_other(self, request: AnyRequest, link: Link, answering: Answering) -> bool:
         """Whether another replica takes requests of this model, and has not refused this one."""
@@ -84,7 +113,8 @@ class Placement:
     def _of_model(self, model: str, refused: Collection[str]) -> Sequence[Link]:
         ready = [link for link in self._membership.links if link.is_ready and link.incarnation not in refused]
         links = [link for link in ready if not model or (link.model and link.model.name == model)]
-        if not links and ready and ready[0].model:
+        self._known_models |= {link.model.name for link in ready if link.model}
+        if not links and ready and ready[0].model and model not in self._known_models:
             raise UnknownModel(ready[0].model.name)
         return links
 

@@ -176,9 +176,14 @@ class Pool:
                 router_streams=link.num_streams,
                 breaker=BREAKERS[link.vitals.breaker.state],
                 slowness=link.vitals.slowness.estimate,
+                model=link.model.name if link.model else "",
             )
             for link in self._membership.links
         ]
+
+    def held(self) -> Sequence[control_pb2.HeldRequests]:
+        """See Backend."""
+        return self._placement.held
 
     async def drain(self, replica: str, *, grace_s: float) -> None:
         """See Backend."""

@@ -1,0 +1,1 @@
+"""How many replicas a pool needs: decided from what its routers know, applied by Ray Serve."""
