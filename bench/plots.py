@@ -92,6 +92,24 @@ def key_memory(document: Document) -> Any:
     return figure
 
 
+def shares_by_context(document: Document) -> Any:
+    """How much of the read speed steps reach, a line a model and batch."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in document["rows"]:
+        if row["metric"] == "share_of_read_speed":
+            found.setdefault(f"{row['model']}, batch {row['batch']}", []).append((row["context"], row["value"]))
+    if not found:
+        return None
+    figure, axes = _axes(title="decode_limit: share of the memory's read speed", document=document)
+    for label, points in found.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("context, tokens")
+    axes.legend(fontsize=7)
+    return figure
+
+
 def _axes(*, document: Document, title: str, width: float = 8.0, height: float = 4.0) -> tuple[Any, Any]:
     from matplotlib import pyplot
 
@@ -101,6 +119,7 @@ def _axes(*, document: Document, title: str, width: float = 8.0, height: float =
 
 
 _PLOTS: dict[str, Callable[[Document], Any]] = {
+    "decode_limit": shares_by_context,
     "graph_keys": key_memory,
     "graph_ordering": ratio_bars,
     "graph_seeds": ratio_bars,

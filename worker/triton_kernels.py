@@ -69,10 +69,10 @@ class TritonKernels:
             return None if vector is None else VectorStep(decoder, self.kv_cache, vector, self.workspace.arrived)
         if rows <= self.product_rows:
             tiles = row_tiles(config, dtype, rows)
-            return None if tiles is None else RowsStep(decoder, self.kv_cache, tiles, self.workspace.arrived)
+            return None if tiles is None else RowsStep(decoder, self.kv_cache, tiles, self.workspace)
         if rows <= self.block_rows:
             blocks = block_tiles(config, dtype, rows)
-            return None if blocks is None else BlockStep(decoder, self.kv_cache, blocks, self.workspace.arrived)
+            return None if blocks is None else BlockStep(decoder, self.kv_cache, blocks, self.workspace)
         return None
 
     def tokens(self, inputs: DecodeViews) -> torch.Tensor:

@@ -73,6 +73,39 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, torch.stack([logits.argmax(dim=-1), is_finite.long()], dim=-1)
 
 
+def ordered_keys(logits: torch.Tensor) -> torch.Tensor:
+    """See worker.kernels.greedy.ordered_key: of every token, int64."""
+    bits = (logits.float() + 0.0).view(torch.int32).long()
+    ordered = torch.where(logits.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return (ordered << 32) | (0x7FFFFFFF - torch.arange(logits.shape[-1], device=logits.device))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, size] and weight [outputs, size] -> [rows, outputs] in float32."""
+    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+def late_norm(squares: torch.Tensor, rows: int, size: int, eps: float) -> torch.Tensor:
+    """squares [parts, columns >= rows] -> [rows, 1]: what scaled vectors of `size` are multiplied by to be normed."""
+    return (squares[:, :rows].sum(dim=0) / size + eps).rsqrt()[:, None]
+
+
+def gated(both: torch.Tensor) -> torch.Tensor:
+    """both [rows, 2 * size] float32, gates first -> silu(gate) * up."""
+    gate, up = both.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def prefill_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, *, scale: float | None = None
+) -> torch.Tensor:
+    """See worker.kernels.prefill_attention: k and v [keys, kv_heads, head_dim] in order; in float32."""
+    query, key, value = (tensor.float().transpose(0, 1)[None] for tensor in (q, k, v))
+    mask = torch.arange(k.shape[0], device=k.device) <= positions[:, None]
+    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
 def _turn(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, head_dim] and angles [tokens, head_dim], both float32."""
     cos, sin = angles.unsqueeze(1).chunk(2, dim=-1)

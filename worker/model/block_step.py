@@ -10,12 +10,14 @@ import torch
 from worker.decode_inputs import DecodeViews
 from worker.kernels.block_product import block_gated, block_logits, block_parts
 from worker.kernels.block_tiles import MAX_ROWS, BlockTile, block_tile_for
+from worker.kernels.decode_workspace import DecodeWorkspace
 from worker.kernels.device import power_of_two
 from worker.kernels.greedy import choose_best
 from worker.kernels.rms_norm import rms_norm_parts
 from worker.kernels.token_rows import embed_tokens
 from worker.kv_cache import KVCache
-from worker.model.rows_step import attend_rows, partials_for, row_state
+from worker.model.rows_attention import RowsAttention
+from worker.model.rows_step import row_state
 from worker.model.vector_step import matrix_shapes
 from worker.step_kernels import Outputs
 
@@ -51,12 +53,11 @@ def block_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> BlockTi
 class BlockStep:
     """A decoder's steps over one pool. They must follow each other on one stream."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: BlockTiles, arrived: torch.Tensor) -> None:
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: BlockTiles, workspace: DecodeWorkspace) -> None:
         self.decoder = decoder
         self.kv_cache = kv_cache
         self.tiles = tiles
-        self.arrived = arrived
-        """[at least rows * kv_heads] int32, zero between launches."""
+        self.workspace = workspace
         self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
 
     def __call__(self, inputs: DecodeViews) -> Outputs:
@@ -68,17 +69,14 @@ class BlockStep:
             scale=self.layers[0].input_norm, eps=eps,
         )  # fmt: skip
         x, residual = words.x, words.residual
-        partials = partials_for(config, self.kv_cache, inputs, spare_shared=False)
-        qkv = residual.new_empty(tiles.qkv.parts, rows, config.qkv_heads * config.head_dim)
+        attention = RowsAttention(decoder, self.kv_cache, self.workspace, inputs, spare_shared=False)
         projected = residual.new_empty(tiles.o.parts, rows, config.hidden_size)
         lowered = residual.new_empty(tiles.down.parts, rows, config.hidden_size)
         gated = x.new_empty(rows, config.intermediate_size)
-        attended = partials.sums[:, 0].flatten(1)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), decoder.final_norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
-            block_parts(x, layer.qkv_weight, tiles.qkv, bias=layer.qkv_bias, out=qkv)
-            attend_rows(layer, decoder.rope_table, self.kv_cache, qkv[0], inputs.block_tables, partials, self.arrived)
-            block_parts(attended, layer.o_weight, tiles.o, bias=layer.o_bias, out=projected)
+            block_parts(x, layer.qkv_weight, tiles.qkv, bias=layer.qkv_bias, out=attention.qkv[None])
+            block_parts(attention(layer), layer.o_weight, tiles.o, bias=layer.o_bias, out=projected)
             rms_norm_parts(projected, layer.post_attention_norm, eps, residual=residual, out=x)
             block_gated(x, layer.gate_up_weight, tiles.gate_up, bias=layer.gate_up_bias, out=gated)
             block_parts(gated, layer.down_weight, tiles.down, bias=layer.down_bias, out=lowered)

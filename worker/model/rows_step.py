@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from worker.decode_inputs import DecodeViews
-from worker.kernels.device import num_sms, power_of_two
-from worker.kernels.early_attention import early_attention
-from worker.kernels.early_plan import rows_plan
+from worker.kernels.decode_workspace import DecodeWorkspace
+from worker.kernels.device import power_of_two
 from worker.kernels.greedy import RowState, choose_best
-from worker.kernels.partials import Partials, empty_partials
 from worker.kernels.row_tiles import MAX_ROWS, RowTile, columns_for, row_tile_for
 from worker.kernels.rows_product import ScaledRows, rows_add, rows_gated, rows_logits, rows_plain
 from worker.kernels.token_rows import TokenRows, embed_tokens
 from worker.kv_cache import KVCache
-from worker.model.fused import layer_layout
+from worker.model.rows_attention import RowsAttention
 from worker.model.vector_step import matrix_shapes
 from worker.step_kernels import Outputs
 
@@ -53,12 +51,11 @@ def row_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> RowTiles 
 class RowsStep:
     """A decoder's steps over one pool. They must follow each other on one stream."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: RowTiles, arrived: torch.Tensor) -> None:
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: RowTiles, workspace: DecodeWorkspace) -> None:
         self.decoder = decoder
         self.kv_cache = kv_cache
         self.tiles = tiles
-        self.arrived = arrived
-        """[at least rows * kv_heads] int32, zero between launches."""
+        self.workspace = workspace
         self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
 
     def __call__(self, inputs: DecodeViews) -> Outputs:
@@ -68,15 +65,13 @@ class RowsStep:
         words = self._embed(inputs)
         residual, x = words.residual, ScaledRows(x=words.x, squares=words.squares)
         after_o, after_down = self._scaled_like(words.x, tiles.o), self._scaled_like(words.x, tiles.down)
-        partials = partials_for(config, self.kv_cache, inputs, spare_shared=True)
-        qkv = residual.new_empty(rows, config.qkv_heads * config.head_dim)
+        attention = RowsAttention(decoder, self.kv_cache, self.workspace, inputs, spare_shared=True)
         gated = words.x.new_empty(rows, config.intermediate_size)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), decoder.final_norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
-            rows_plain(x, layer.qkv_weight, tiles.qkv, eps=eps, bias=layer.qkv_bias, out=qkv)
-            attend_rows(layer, decoder.rope_table, self.kv_cache, qkv, inputs.block_tables, partials, self.arrived)
+            rows_plain(x, layer.qkv_weight, tiles.qkv, eps=eps, bias=layer.qkv_bias, out=attention.qkv)
             rows_add(
-                partials.sums[:, 0].flatten(1), layer.o_weight, tiles.o, bias=layer.o_bias,
+                attention(layer), layer.o_weight, tiles.o, bias=layer.o_bias,
                 residual=residual, scale=layer.post_attention_norm, out=after_o,
             )  # fmt: skip
             rows_gated(after_o, layer.gate_up_weight, tiles.gate_up, eps=eps, bias=layer.gate_up_bias, out=gated)
@@ -112,31 +107,3 @@ def row_state(inputs: DecodeViews) -> RowState:
     return RowState(
         last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
     )
-
-
-def attend_rows(
-    layer: DecoderLayer,
-    rope_table: torch.Tensor,
-    kv_cache: KVCache,
-    qkv: torch.Tensor,
-    block_tables: torch.Tensor,
-    partials: Partials,
-    arrived: torch.Tensor,
-) -> None:
-    """See early_attention; the whole results are the first partial ones."""
-    keys, values = kv_cache.keys[layer.index], kv_cache.values[layer.index]
-    early_attention(qkv, layer_layout(layer, rope_table), keys, values, block_tables, partials, arrived)
-
-
-def partials_for(config: DecoderConfig, kv_cache: KVCache, inputs: DecodeViews, *, spare_shared: bool) -> Partials:
-    """Room for the results of `attend_rows`; see rows_plan."""
-    plan = rows_plan(
-        rows=len(inputs.positions),
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        width=inputs.block_tables.shape[1] * kv_cache.block_size,
-        num_sms=num_sms(inputs.positions.device),
-        spare_shared=spare_shared,
-    )
-    heads = {"num_heads": config.num_heads, "head_dim": config.head_dim}
-    return empty_partials(inputs.positions, plan, **heads, dtype=kv_cache.storage.dtype)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from worker.kernels import block_tiles, row_tiles
 from worker.kernels.block_tiles import BlockTile
-from worker.kernels.early_plan import rows_plan
+from worker.kernels.early_plan import SHORT_TIER, rows_plan
 from worker.kernels.matrix_kind import MatrixKind
 from worker.kernels.row_tiles import RowTile
 
@@ -90,10 +90,10 @@ def test_a_measured_block_holds_only_for_the_columns_it_fits() -> None:
     rows=st.integers(1, 128),
     num_kv_heads=st.integers(1, 32),
     head_dim=st.sampled_from([16, 64, 128, 256]),
-    width=st.integers(1, 131_072),
+    width=st.integers(1, SHORT_TIER),
     spare_shared=st.booleans(),
 )
-def test_the_programs_of_a_plan_for_rows_reach_every_token_and_leave_one_result(
+def test_one_program_of_a_short_tier_takes_a_whole_row(
     rows: int, num_kv_heads: int, head_dim: int, width: int, spare_shared: bool
 ) -> None:
     plan = rows_plan(
@@ -104,11 +104,9 @@ def test_the_programs_of_a_plan_for_rows_reach_every_token_and_leave_one_result(
         num_sms=132,
         spare_shared=spare_shared,
     )
-    assert plan.late_splits == 1
+    assert plan.num_splits == plan.late_splits == 1
     for length in {1, width // 3, width - 1} - {0, -1}:
-        is_short = length <= plan.long_chunk
-        least = 1 if is_short else plan.long_chunk
-        chunk = -(-max(-(-length // (1 if is_short else plan.num_splits)), least) // plan.min_chunk) * plan.min_chunk
-        assert -(-length // chunk) <= plan.num_splits
-    if width <= 256:
-        assert plan.num_splits == 1
+        assert -(-length // plan.min_chunk) * plan.min_chunk >= length
+        assert length <= plan.long_chunk
+    if rows * num_kv_heads > 4 * 132:
+        assert plan.tile <= 64

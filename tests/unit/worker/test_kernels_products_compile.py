@@ -39,15 +39,20 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize(("width", "attention"), [(16, "_early_attention"), (64, "_decode_attention")])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_for_a_few_rows_is_five_launches_a_layer_and_one_in_blocks_seven(
-    compiled: list[dict[str, Any]], model: str
+    compiled: list[dict[str, Any]], model: str, width: int, attention: str
 ) -> None:
     names = {
-        way: [kernel["name"] for kernel in compiled if (kernel["model"], kernel["way"]) == (model, way)]
+        way: [
+            kernel["name"]
+            for kernel in compiled
+            if (kernel["model"], kernel["way"], kernel["width"]) == (model, way, width)
+        ]
         for way in ("rows", "blocks")
     }
-    product, attention, norm = "_rows_product", "_early_attention", "_rms_norm"
+    product, norm = "_rows_product", "_rms_norm"
     assert names["rows"] == ["_embed_tokens", product, attention, *[product] * 4, "_row_best"]
     product = "_block_product"
     layer = [product, attention, product, norm, product, product, norm]
