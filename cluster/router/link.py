@@ -21,7 +21,7 @@ from cluster.router.connection import Connection
 from cluster.router.loss import LossKind, Verdict, judge, trial_shares
 from cluster.router.policies import Candidate
 from cluster.router.stream import LinkStream
-from cluster.router.vitals import Vitals
+from cluster.router.vitals import INTERNAL, Vitals
 from protos import control_pb2, generation_pb2, replica_pb2
 from worker.request import Criticality
 
@@ -30,6 +30,8 @@ STALLED_S = 1.0
 """A failed replica whose last report was of a step this old did not crash: the step did not end."""
 
 TRIAL_PHASES = (replica_pb2.STREAM_PHASE_TRIAL_BEGAN, replica_pb2.STREAM_PHASE_TRIAL_PASSED)
+
+BROKEN = replica_pb2.StreamEvent(error=replica_pb2.StreamError(code=INTERNAL), end=True)
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +132,10 @@ class Link:
             free_slots=self._free_slots,
             num_placed_since=self._num_placed_since,
         )
+
+    def has_rows(self, num_sequences: int) -> bool:
+        """Whether so many sequences could start now, as far as is known."""
+        return self._num_sequences + self._foreign_sequences + num_sequences <= self.load.max_rows
 
     @property
     def room(self) -> Room:
@@ -300,6 +306,8 @@ class Link:
                 if event.end:
                     self._release(event.stream_id)
                     self._note_end(event)
+                elif stream.is_broken:
+                    self._note_end(BROKEN)
         if has_failed and self._streams:  # it says goodbye to each of them; together they say more
             has_stalled = self.load.step_age_s > STALLED_S
             self._lose_streams(LossKind.STALLED if has_stalled else LossKind.CRASHED)

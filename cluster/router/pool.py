@@ -125,10 +125,17 @@ class Pool:
 
     def _admit(self, request: AnyRequest, timeout_s: float | None) -> None:
         """Raises Overloaded."""
-        links = [link for link in self._membership.links if link.is_ready and link.model]
+        links = [
+            link
+            for link in self._membership.links
+            if link.is_ready and link.model and request.model in ("", link.model.name)
+        ]
+        num_sequences = max(request.sampling.n, 1)
+        if any(link.has_rows(num_sequences) for link in links):
+            return
         self._admission.check(
-            [link.room for link in links if not request.model or (link.model and link.model.name == request.model)],
-            num_sequences=max(request.sampling.n, 1),
+            [link.room for link in links],
+            num_sequences=num_sequences,
             max_tokens=request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None,
             time_left_s=timeout_s,
             criticality=current_criticality(),

@@ -89,6 +89,11 @@ class LinkStream:
         """Tokens that have arrived from the replica."""
         return self._delivered
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the replica left something out."""
+        return isinstance(self._error, BrokenStream)
+
     def __aiter__(self) -> LinkStream:
         return self
 

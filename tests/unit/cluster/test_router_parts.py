@@ -242,3 +242,11 @@ def test_only_the_last_piece_gets_the_routers_times() -> None:
     assert answering.has_started
     assert last.timings.queue_ms == 1
     assert last.timings.total_ms >= last.timings.router_ms >= 0
+
+
+def test_a_stream_with_a_gap_is_broken_and_one_that_a_client_cut_is_not() -> None:
+    gap, cut = open_stream(FakeLink()), open_stream(FakeLink(), limit=1)
+    gap.push(piece(1, 1))
+    for sequence in range(3):
+        cut.push(piece(sequence, 1))
+    assert (gap.is_broken, cut.is_broken) == (True, False)
