@@ -131,9 +131,10 @@ class _Turn:
 class FairGate:
     """Lets requests through while the pool has rows for them, then in turns of their tenants.
 
-    `capacity` tells the rows of the pool now; one request is always let through. Where several tenants are about, some
-    rows are kept for those with less than their share. It fails to be fair over times shorter than the longest
-    answers: nothing that runs is ended. Of one tenant the most critical go first. `check_wait` is told what would be
+    `capacity` tells the rows of the pool now; one request is always let through. A tenant's share of them goes by its
+    weight among the tenants that are about: those with less than their share come first, and some rows are kept for
+    them; the others take turns. It fails to be fair over times shorter than the longest answers: nothing that runs is
+    ended. Of one tenant the most critical go first. `check_wait` is told what would be
     ahead of a request, its rows and its time before it waits, and may raise.
     """
 
@@ -150,6 +151,7 @@ class FairGate:
         self._check_wait = check_wait
         self._clock = clock
         self._seen_s: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
         self._queue: FairQueue[_Turn] = FairQueue()
         self._rows: dict[str, int] = {}
         self._used = 0
@@ -181,13 +183,14 @@ class FairGate:
 
     def look_again(self) -> None:
         """The capacity has changed."""
-        while (turn := self._queue.pop(self._may_go)) is not None:
+        while (turn := self._queue.pop(self._may_go_first) or self._queue.pop(self._may_go)) is not None:
             self._hold(turn.tenant, turn.rows)
             turn.come.set_result(None)
 
     async def _wait(self, tenant: str, cost: float, rows: int, weight: float, timeout_s: float | None) -> None:
         turn = _Turn(tenant, rows, asyncio.get_running_loop().create_future())
         self._seen_s[tenant] = self._clock()
+        self._weights[tenant] = weight
         if not self._queue.num_waiting(tenant) and self._may_go(turn):
             self._hold(tenant, rows)
             return
@@ -220,16 +223,23 @@ class FairGate:
             return True
         if used + turn.rows > capacity:
             return False
-        has_its_share = self._rows.get(turn.tenant, 0) + turn.rows > capacity / self._num_tenants()
-        return not has_its_share or used + turn.rows <= capacity - capacity // HEADROOM
+        return self._is_within_share(turn, capacity) or used + turn.rows <= capacity - capacity // HEADROOM
 
-    def _num_tenants(self) -> int:
-        """Those that may come soon; at least one has been seen."""
+    def _may_go_first(self, turn: _Turn) -> bool:
+        return self._may_go(turn) and self._is_within_share(turn, self._capacity())
+
+    def _is_within_share(self, turn: _Turn, capacity: int) -> bool:
+        """Whether its tenant would hold no more than its share with it."""
+        self._forget()
+        share = capacity * self._weights[turn.tenant] / sum(self._weights.values())
+        return self._rows.get(turn.tenant, 0) + turn.rows <= share
+
+    def _forget(self) -> None:
+        """Tenants that ask for nothing any more."""
         oldest_s = self._clock() - REMEMBERED_S
         for tenant in [tenant for tenant, seen_s in self._seen_s.items() if seen_s < oldest_s]:
-            if tenant not in self._rows:
-                del self._seen_s[tenant]
-        return max(1, len(self._seen_s))
+            if tenant not in self._rows and not self._queue.num_waiting(tenant):
+                del self._seen_s[tenant], self._weights[tenant]
 
     def _hold(self, tenant: str, rows: int) -> None:
         self._used += rows
