@@ -129,10 +129,13 @@ class AttachSession:
             self._writing_since_s = time.monotonic()
             self._written = asyncio.ensure_future(context.write(frame))
             # A write goes on in gRPC when its task is cancelled, and no status can be sent before it has ended.
-            await asyncio.shield(self._written)
+            try:
+                await asyncio.shield(self._written)
+            finally:
+                # Also when the router hangs up meanwhile: a drain would wait for them in vain.
+                for live in ended:
+                    self._backend.close(live)
             self._writing_since_s = None
-            for live in ended:
-                self._backend.close(live)
             if self._is_ending and not self._dirty and not self._wake.is_set():
                 return
 
