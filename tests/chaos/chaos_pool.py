@@ -14,7 +14,7 @@ import grpc
 from cluster.client import AsyncGraphpoolClient
 from cluster.config import ClientConfig
 from protos import control_pb2, fault_pb2, fault_pb2_grpc
-from tests.chaos.oracle import Question, Record, watch
+from tests.chaos.oracle import Question, Record, ask, watch
 from tests.chaos.tcp_proxy import TcpProxy
 from tests.fakes.replica_process import ReplicaProcess, spawn_replica
 from tests.fakes.router_process import RouterProcess, spawn_router
@@ -70,8 +70,7 @@ class ChaosPool:
 
     async def ask(self, question: Question, *, patience_s: float = 60.0, timeout_s: float | None = None) -> Record:
         """One streamed answer, checked."""
-        stream = self.client.stream(question.prompt, timeout_s=timeout_s, **question.sampling())  # type: ignore[arg-type]
-        async with stream:
+        async with ask(self.client, question, timeout_s=timeout_s) as stream:
             return await watch(question, stream, patience_s=patience_s)
 
     async def busiest(self) -> str:

@@ -8,9 +8,10 @@ import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from cluster.client import Answer, CallError, Choice
-from tests.fakes.script_engine import script, script_text
+from cluster.client import Answer, AsyncAnswerStream, AsyncGraphpoolClient, CallError, Choice
+from tests.fakes.script import ScriptText, script, script_text
 from worker.request import FinishReason
 
 
@@ -25,6 +26,9 @@ class Question:
     temperature: float = 1.0
     logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    text: str = ""
+    """Sent instead of the ids, which are those of the text, or of a chat that says it."""
+    is_chat: bool = False
 
     def expected(self, choice: int) -> tuple[int, ...]:
         """All tokens of one choice."""
@@ -46,9 +50,13 @@ class Question:
 
 
 def random_question(draw: random.Random, *, max_tokens: int = 80) -> Question:
-    """Greedy or seeded, of one or several choices, with or without stops and logprobs."""
+    """Ids, a text or a chat; greedy or seeded, of one or several choices, with or without stops and logprobs."""
+    text = "".join(chr(draw.randrange(97, 123)) for _ in range(draw.randint(3, 12)))
+    is_chat, is_text = draw.choice(((False, False), (False, False), (False, True), (True, True)))
     return Question(
-        prompt=tuple(draw.randrange(3, 500) for _ in range(draw.randint(3, 12))),
+        prompt=_prompt(draw, text, is_chat=is_chat, is_text=is_text),
+        text=text if is_text else "",
+        is_chat=is_chat,
         max_tokens=draw.randint(1, max_tokens),
         seed=draw.randrange(2**31),
         n=draw.choice((1, 1, 1, 2, 4)),
@@ -59,7 +67,21 @@ def random_question(draw: random.Random, *, max_tokens: int = 80) -> Question:
     )
 
 
+def _prompt(draw: random.Random, text: str, *, is_chat: bool, is_text: bool) -> tuple[int, ...]:
+    if is_chat:
+        return tuple(ScriptText().render_chat([("user", text)]))
+    return tuple(ScriptText().encode(text)) if is_text else tuple(draw.randrange(3, 500) for _ in text)
+
+
 FIRST_TOKEN = 35
+
+
+def ask(client: AsyncGraphpoolClient, question: Question, *, timeout_s: float | None = None) -> AsyncAnswerStream:
+    """The stream of its answer."""
+    sampling: dict[str, Any] = question.sampling()
+    if question.is_chat:
+        return client.chat_stream([("user", question.text)], timeout_s=timeout_s, **sampling)
+    return client.stream(question.text or question.prompt, timeout_s=timeout_s, **sampling)
 
 
 class Outcome(enum.Enum):

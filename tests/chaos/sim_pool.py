@@ -14,7 +14,7 @@ import grpc
 from cluster.client import Answer
 from cluster.client.answers import answer_of
 from cluster.client.errors import call_error
-from cluster.client.requests import generate_request
+from cluster.client.requests import chat_request, generate_request
 from cluster.config import ReplicaConfig, RouterConfig
 from cluster.replica.events import EventFanout
 from cluster.replica.server import ReplicaServer
@@ -217,7 +217,10 @@ class SimPool:
         """The pieces of an answer."""
         channel: Any = self.network.channel(CLIENT, self.router.address)
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        request = generate_request(question.prompt, model="", request_id=request_id, sampling=question.sampling())  # type: ignore[arg-type]
+        named: Any = {"model": "", "request_id": request_id, "sampling": question.sampling()}
+        if question.is_chat:
+            return SimStream(stub.ChatStream(chat_request([("user", question.text)], **named), timeout=timeout_s))
+        request = generate_request(question.text or question.prompt, **named)
         return SimStream(stub.GenerateStream(request, timeout=timeout_s))
 
 

@@ -8,7 +8,7 @@ import time
 
 from cluster.client import AsyncGraphpoolClient
 from tests.chaos.chaos_pool import ChaosPool, chaos_pool
-from tests.chaos.oracle import Question, Record, random_question, watch
+from tests.chaos.oracle import Question, Record, ask, random_question, watch
 from tests.fakes.router_process import spawn_router
 
 RECONNECT_S = 1.0
@@ -16,8 +16,8 @@ LOAD_S = 0.7
 """Scheduling delay of a busy machine with two cores, on top of the bound."""
 
 
-async def ask(client: AsyncGraphpoolClient, question: Question) -> Record:
-    async with client.stream(question.prompt, **question.sampling()) as stream:  # type: ignore[arg-type]
+async def answer(client: AsyncGraphpoolClient, question: Question) -> Record:
+    async with ask(client, question) as stream:
         return await watch(question, stream, patience_s=30)
 
 
@@ -31,7 +31,7 @@ async def test_the_answers_of_a_killed_router_go_on_through_another_one() -> Non
         clients = clients_of(pool, 4)
         questions = [random_question(draw, max_tokens=150) for _ in range(24)]
         questions += [Question(prompt=(14, number + 3), max_tokens=150, seed=number, n=2) for number in range(8)]
-        asked = [asyncio.create_task(ask(clients[n % 4], question)) for n, question in enumerate(questions)]
+        asked = [asyncio.create_task(answer(clients[n % 4], question)) for n, question in enumerate(questions)]
         await asyncio.sleep(0.5)
         await pool.routers[0].kill()
         records = await asyncio.gather(*asked)
@@ -51,7 +51,7 @@ async def test_routers_that_are_killed_in_turn_while_replicas_are_killed_too_los
         async def ask_on(number: int) -> None:
             draw = random.Random(number)
             while time.monotonic() < until_s:
-                records.append(await ask(clients[number % 4], random_question(draw)))
+                records.append(await answer(clients[number % 4], random_question(draw)))
 
         asking = [asyncio.create_task(ask_on(number)) for number in range(16)]
         for turn in range(2):
