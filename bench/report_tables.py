@@ -220,6 +220,19 @@ def _share_of(line: Document) -> str:
     return _shown(line["share_of_read_speed"]) if line["bytes"] else "-"
 
 
+def by_note(document: Document) -> str:
+    """A line for each note and a column for each metric, with its unit."""
+    units = {row["metric"]: row["unit"] for row in document["rows"]}
+    lines: dict[str, dict[str, Document]] = {}
+    for row in document["rows"]:
+        lines.setdefault(row.get("note", ""), {})[row["metric"]] = row
+    head = [
+        f"{metric.removesuffix('_ms').removesuffix('_s').replace('_', ' ')}, {unit}" for metric, unit in units.items()
+    ]
+    body = [[note, *(_value(found.get(metric)) for metric in units)] for note, found in lines.items()]
+    return markdown(["", *head], body, numbers=len(units))
+
+
 def markdown(head: Sequence[str], body: Cells, *, numbers: int) -> str:
     """A table whose last `numbers` columns are flush right."""
     left = len(head) - numbers
@@ -262,4 +275,8 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "graph_text": graph_text,
     "graph_plan": graph_plan,
     "decode_limit": decode_limit,
+    "chaos_gaps": by_note,
+    "chaos_kills": by_note,
+    "chaos_model": by_note,
+    "chaos_schedules": by_note,
 }

@@ -204,3 +204,14 @@ def test_steps_stand_beside_their_limit_and_their_kernels_add_up() -> None:
     assert "| qkv | 16 | 1,024 | 300.0 | 0.85 |" in text
     assert "| all | 17 | 1,024 | 500.0 |  |" in text
     assert "| generic | 1 | 1 | 3 | 3 |" in text
+
+
+def test_what_was_broken_has_a_line_and_each_metric_a_column_with_its_unit() -> None:
+    rows = [
+        row("graphpool", value, metric=metric, unit=unit, note=note)
+        for note, value in (("SIGKILL", 3), ("reset", 4))
+        for metric, unit in (("moved", "answers"), ("gap_p99_ms", "ms"))
+    ]
+    lines = tables_of(ORIGIN | {"bench": "chaos_gaps", "rows": rows}).splitlines()
+    assert lines[0] == "|  | moved, answers | gap p99, ms |"
+    assert lines[2:4] == ["| SIGKILL | 3 | 3 |", "| reset | 4 | 4 |"]
