@@ -184,8 +184,9 @@ class FairGate:
     def look_again(self) -> None:
         """The capacity has changed."""
         while (turn := self._queue.pop(self._may_go_first) or self._queue.pop(self._may_go)) is not None:
-            self._hold(turn.tenant, turn.rows)
-            turn.come.set_result(None)
+            if not turn.come.done():  # else it was cancelled, and its task has not run since
+                self._hold(turn.tenant, turn.rows)
+                turn.come.set_result(None)
 
     async def _wait(self, tenant: str, cost: float, rows: int, weight: float, timeout_s: float | None) -> None:
         turn = _Turn(tenant, rows, asyncio.get_running_loop().create_future())
