@@ -43,6 +43,19 @@ async def test_the_answers_of_a_killed_router_go_on_through_another_one() -> Non
     assert longest_s < RECONNECT_S + LOAD_S
 
 
+async def test_what_outlasts_the_grace_of_a_router_goes_on_through_another_one() -> None:
+    async with chaos_pool(2, num_routers=2, step_s=0.01) as pool:
+        (client,) = clients_of(pool, 1)
+        questions = [Question(prompt=(15, number + 3), max_tokens=200, seed=number, n=2) for number in range(8)]
+        asked = [asyncio.create_task(answer(client, question)) for question in questions]
+        await asyncio.sleep(0.5)
+        await pool.client.drain(grace_s=0.2)
+        records = await asyncio.gather(*asked)
+        await client.close()
+    assert [record for record in records if not record.is_right] == []
+    assert max(record.longest_gap_s for record in records) < RECONNECT_S + LOAD_S
+
+
 async def test_routers_that_are_killed_in_turn_while_replicas_are_killed_too_lose_nothing() -> None:
     async with chaos_pool(3, num_routers=2, step_s=0.005) as pool:
         clients = clients_of(pool, 4)
