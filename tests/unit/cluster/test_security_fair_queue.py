@@ -141,6 +141,44 @@ async def test_rows_are_kept_for_a_tenant_with_less_than_its_share() -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_a_row_that_falls_free_goes_to_whoever_has_less_than_its_share() -> None:
+    gate = FairGate(lambda: 8)
+    releases = [asyncio.Event() for _ in range(8)]
+    noisy = [asyncio.create_task(hold(gate, "noisy", release)) for release in releases]
+    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(hold(gate, "noisy", asyncio.Event())) for _ in range(20)]
+    quiet = [asyncio.create_task(hold(gate, "quiet", asyncio.Event())) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert gate._rows == {"noisy": 8}
+    for number, release in enumerate(releases[:3], 1):
+        release.set()
+        await asyncio.sleep(0.01)
+        assert gate._rows == {"noisy": 8 - number, "quiet": number}
+    for task in (*noisy, *waiting, *quiet):
+        task.cancel()
+    await asyncio.gather(*noisy, *waiting, *quiet, return_exceptions=True)
+    assert (gate.num_rows, gate.num_waiting) == (0, 0)
+
+
+async def test_shares_go_by_weight() -> None:
+    gate = FairGate(lambda: 16)
+    stop = asyncio.Event()
+
+    async def forever(tenant: str, weight: float) -> None:
+        while not stop.is_set():
+            async with gate.turn(tenant, cost=10, rows=1, weight=weight):
+                await asyncio.sleep(0.002)
+
+    tasks = [asyncio.create_task(forever("gold", 3)) for _ in range(40)]
+    tasks += [asyncio.create_task(forever("plain", 1)) for _ in range(40)]
+    await asyncio.sleep(0.2)
+    gold, plain = gate._rows.get("gold", 0), gate._rows.get("plain", 0)
+    stop.set()
+    await asyncio.gather(*tasks)
+    assert abs(gold - 12) <= 2
+    assert abs(plain - 4) <= 2
+
+
 async def test_a_tenant_that_was_not_seen_for_a_minute_has_no_rows_kept() -> None:
     now_s = 0.0
     gate = FairGate(lambda: 16, clock=lambda: now_s)
@@ -181,6 +219,18 @@ async def test_a_turn_that_comes_as_its_request_is_cancelled_is_given_back() -> 
     second.cancel()
     await asyncio.gather(first, second, return_exceptions=True)
     assert (gate.num_rows, gate.num_waiting) == (0, 0)
+
+
+async def test_requests_cancelled_all_at_once_give_everything_back() -> None:
+    gate = FairGate(lambda: 4)
+    for _ in range(20):
+        tasks = [asyncio.create_task(hold(gate, tenant, asyncio.Event())) for tenant in "abcd" * 10]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
+        assert (gate.num_rows, gate.num_waiting) == (0, 0)
 
 
 async def test_too_many_waiting_of_one_tenant_are_refused_and_others_are_not() -> None:
