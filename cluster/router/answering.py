@@ -17,6 +17,7 @@ class Answering:
         "_deadline_s",
         "_error",
         "_placed_s",
+        "_router_s",
         "_started_s",
         "_stream",
         "delivered",
@@ -48,6 +49,8 @@ class Answering:
         self._started_s = time.monotonic()
         self._deadline_s = None if timeout_s is None else self._started_s + timeout_s
         self._placed_s = self._started_s
+        self._router_s = 0.0
+        """From its arrival to the placement that brought its first piece."""
         self._stream: LinkStream | None = None
         self._error: Exception | None = None
 
@@ -99,9 +102,11 @@ class Answering:
 
     def stamp(self, piece: generation_pb2.GenerateResponse) -> generation_pb2.GenerateResponse:
         """Note a piece that goes to the client; the last one gets the router's times."""
-        self.has_started = True
+        if not self.has_started:
+            self.has_started = True
+            self._router_s = self.placed_after_s
         self.delivered.note(piece)
         if piece.HasField("timings"):
-            piece.timings.router_ms = 1000 * self.placed_after_s
+            piece.timings.router_ms = 1000 * self._router_s
             piece.timings.total_ms = 1000 * self.elapsed_s
         return piece

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -18,6 +19,7 @@ from cluster.errors import CanaryFailed, ReplicaLost
 from cluster.router.admission import Room
 from cluster.router.breaker import BreakerState
 from cluster.router.connection import Connection
+from cluster.router.jitter import Jitter
 from cluster.router.loss import LossKind, Verdict, judge, trial_shares
 from cluster.router.policies import Candidate
 from cluster.router.stream import LinkStream
@@ -80,6 +82,7 @@ class Link:
         self._num_placed_since = self._prompt_tokens_since = 0
         self._sizes: dict[int, int] = {}
         self._num_sequences = self._foreign_sequences = 0
+        self._jitter = Jitter()
         self._reported: control_pb2.ReplicaState.ValueType = control_pb2.REPLICA_STATE_UNSPECIFIED
         self._is_retired = self._was_attached = False
         self._connection: Connection | None = None
@@ -260,15 +263,17 @@ class Link:
             self._admission.cancel()
             self._admission = None
         self._lose_streams(LossKind.SILENT if connection.is_silent else LossKind.CRASHED)
+        self._jitter.forget()
         self._on_change()
 
     def _lose_streams(self, kind: LossKind) -> None:
         streams, self._streams = list(self._streams.values()), {}
         verdicts = judge(streams, kind, max_rows=self.load.max_rows)
         shares = iter(trial_shares(verdicts.count(Verdict.SUSPECT)))
+        lag_s = self._jitter.spread_s(time.monotonic())
         # Whoever came last is the likeliest cause: it learns of the loss first and so is tried first, and longest.
         for stream, verdict in reversed(list(zip(streams, verdicts, strict=True))):
-            stream.lose(kind, verdict, next(shares) if verdict is Verdict.SUSPECT else 0.0)
+            stream.lose(kind, verdict, next(shares) if verdict is Verdict.SUSPECT else 0.0, lag_s)
 
     def _expel(self) -> None:
         """It makes no progress: its requests go elsewhere, and what it may still send for them reaches nobody."""
@@ -324,6 +329,7 @@ class Link:
 
     def _note_load(self, load: control_pb2.Load) -> None:
         has_changed = load.readiness != self.load.readiness
+        self._jitter.note(time.monotonic())
         self.load = load
         self._foreign_tokens = max(0, load.outstanding_tokens - self.outstanding_tokens)
         self._free_slots = tuple((tier.tier, tier.free_slots) for tier in load.tiers)

@@ -75,7 +75,7 @@ class Resuming:
                 await self._note_refusal(error, request, link, answering)
             except ReplicaLost:
                 self._note_loss(stream.verdict, request, answering)
-                share_s = ALL_TRIALS_S * self._placement.num_ready * stream.trial_share
+                share_s = ALL_TRIALS_S * max(self._placement.num_ready, 1) * stream.trial_share
                 answering.trial_tokens = trial_tokens(stream.unheard_s, link.load.step_ms / 1000, share_s)
             finally:
                 stream.close()

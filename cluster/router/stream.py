@@ -35,6 +35,7 @@ class LinkStream:
         "_limit",
         "_limit_bytes",
         "_link",
+        "_opened_s",
         "_pieces",
         "_prompt_cost",
         "_queued_bytes",
@@ -79,8 +80,8 @@ class LinkStream:
         self.trial_share = 0.0
         """Of the time that all trials after that loss may take, what this one may."""
         self.unheard_s = 0.0
-        """From the last piece, or its placement, to that loss."""
-        self._heard_s = time.monotonic()
+        """How long before that loss the replica may have sent the last piece that arrived."""
+        self._opened_s = self._heard_s = time.monotonic()
         self._sequence = next_sequence
         self._delivered = 0
 
@@ -132,12 +133,15 @@ class LinkStream:
             self._error = error
             self._wake()
 
-    def lose(self, kind: LossKind, verdict: Verdict = Verdict.INNOCENT, trial_share: float = 0.0) -> None:
+    def lose(
+        self, kind: LossKind, verdict: Verdict = Verdict.INNOCENT, trial_share: float = 0.0, lag_s: float = 0.0
+    ) -> None:
         """The replica is gone."""
         if not self._has_ended:
             error = ReplicaLost if kind is LossKind.CRASHED else ReplicaUnresponsive
             self.verdict, self.trial_share = verdict, trial_share
-            self.unheard_s = time.monotonic() - self._heard_s
+            now_s = time.monotonic()
+            self.unheard_s = min(now_s - self._heard_s + lag_s, now_s - self._opened_s)
             self._has_ended = True
             self._release(self._cost_left)
             self.fail(error(self._link.name, self._delivered))

@@ -16,6 +16,7 @@ from cluster.codec import AnyRequest
 from cluster.config import ClientConfig
 from cluster.delivered import Delivered
 from cluster.errors import PoisonedRequest
+from cluster.router.jitter import Jitter
 from cluster.router.loss import LossKind, Verdict, judge, trial_shares
 from cluster.router.quarantine import MAX_ENTRIES, Quarantine, fingerprint
 from cluster.router.resuming import MIN_TRIAL_TOKENS, trial_tokens
@@ -269,3 +270,24 @@ def test_a_call_asks_for_what_is_missing_with_the_seed_of_the_first_message(is_c
     assert (sent.request.sampling.seed, sent.request.request_id) == (77, "r")
     assert progress.has_begun
     assert not progress.is_complete
+
+
+def test_reports_that_come_unevenly_say_how_far_behind_messages_may_be() -> None:
+    jitter = Jitter()
+    assert jitter.spread_s(5.0) == 0
+    for now_s in (0.0, 0.25, 0.50, 0.85):
+        jitter.note(now_s)
+    assert jitter.spread_s(0.86) == pytest.approx(0.10)
+    assert jitter.spread_s(1.85) == pytest.approx(0.75)
+    for now_s in range(1, 12):
+        jitter.note(float(now_s))
+    assert jitter.spread_s(11.5) == pytest.approx(0.0)
+    jitter.forget()
+    assert jitter.spread_s(99.0) == 0
+
+
+async def test_a_replica_cannot_have_been_further_than_since_it_got_the_request() -> None:
+    stream = stream_on(FakeLink())
+    stream.lose(LossKind.CRASHED, SUSPECT, 0.5, 100.0)
+    assert 0 <= stream.unheard_s < 1
+    assert stream.trial_share == 0.5
