@@ -17,6 +17,7 @@ MESSAGE_BYTES = 4 * 1024 * 1024
 LINK_MESSAGE_BYTES = MESSAGE_BYTES + 64 * 1024
 """Between a router and a replica: a client's largest request in its envelope must not break the stream of all."""
 
+CRITICALITIES = ("sheddable", "sheddable-plus", "critical", "critical-plus")
 POLICY_NAMES = ("least-tokens", "prefix", "tier-fit")
 MAX_STREAMS = 1_000_000
 """More than any machine can hold; gRPC counts streams in a C int."""
@@ -209,6 +210,8 @@ class ClientConfig:
     """Pause before the second try, unless the server names one; doubles with each further try."""
     backoff_max_s: float = 2.0
     """Longest pause."""
+    criticality: str = "critical"
+    """What is given up first when there is too much work: sheddable, then sheddable-plus, critical, critical-plus."""
     keepalive: Keepalive = field(default_factory=Keepalive)
     """Of the connection to the server."""
     security: ClientSecurity = field(default_factory=ClientSecurity)
@@ -217,6 +220,8 @@ class ClientConfig:
     def __post_init__(self) -> None:
         if self.timeout_s is not None:
             _positive(self, "timeout_s")
+        if self.criticality not in CRITICALITIES:
+            raise ValueError(f"criticality {self.criticality!r:.60} is not one of {', '.join(CRITICALITIES)}")
         if not 1 <= self.max_attempts <= 5:
             raise ValueError(f"max_attempts {self.max_attempts} is outside [1, 5]")
         _positive(self, "backoff_min_s", "backoff_max_s")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.options import NETWORK
+
 ROUTING = "Routing"
 
 
@@ -18,6 +20,21 @@ class PolicyName(StrEnum):
     TIER_FIT = "tier-fit"
 
 
+class CriticalityName(StrEnum):
+    """What is given up first when there is too much work."""
+
+    SHEDDABLE = "sheddable"
+    SHEDDABLE_PLUS = "sheddable-plus"
+    CRITICAL = "critical"
+    CRITICAL_PLUS = "critical-plus"
+
+
+Criticality = Annotated[
+    CriticalityName,
+    typer.Option(
+        help="What is given up first when there is too much work: the first of these.", rich_help_panel=NETWORK
+    ),
+]
 Policy = Annotated[
     PolicyName,
     typer.Option(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cluster.cli import sampling
 from cluster.cli import security_options as security
+from cluster.cli.admission_options import Criticality, CriticalityName
 from cluster.cli.options import DEFAULT_ADDRESS, Addresses, TimeoutS
 from cluster.cli.running import one_sentence_errors
 
@@ -32,6 +34,7 @@ def chat(
     tls_key: security.TlsKey = "",
     insecure: security.ClearToken = False,
     timeout_s: TimeoutS = None,
+    criticality: Criticality = CriticalityName.CRITICAL,
     max_tokens: sampling.MaxTokens = None,
     temperature: sampling.Temperature = None,
     top_p: sampling.TopP = None,
@@ -71,6 +74,7 @@ def chat(
         config = security.client_config(
             token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure
         )
+        config = replace(config, criticality=criticality.value)
         with GraphpoolClient(address, config) as client:
             conversation = Conversation(client, system, timeout_s, options)
             if message is None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.cli import sampling
 from cluster.cli import security_options as security
+from cluster.cli.admission_options import Criticality, CriticalityName
 from cluster.cli.options import DEFAULT_ADDRESS, Addresses, TimeoutS, integers
 from cluster.cli.running import one_sentence_errors
 
@@ -32,6 +34,7 @@ def generate(
     tls_key: security.TlsKey = "",
     insecure: security.ClearToken = False,
     timeout_s: TimeoutS = None,
+    criticality: Criticality = CriticalityName.CRITICAL,
     max_tokens: sampling.MaxTokens = None,
     temperature: sampling.Temperature = None,
     top_p: sampling.TopP = None,
@@ -74,6 +77,7 @@ def generate(
         config = security.client_config(
             token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure
         )
+        config = replace(config, criticality=criticality.value)
         with (
             GraphpoolClient(address, config) as client,
             client.stream(source, timeout_s=timeout_s, **options) as answer,

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from cluster.client.answers import Answer, PoolStatus, answer_of
+from cluster.client.criticality import with_criticality
 from cluster.client.endpoints import Endpoint, Endpoints, addresses_of
 from cluster.client.errors import Cancelled, call_error
 from cluster.client.failover import Failover, Progress
@@ -108,7 +109,10 @@ class AsyncGraphpoolClient:
         addresses = addresses_of(target, targets)
         options = client_options(self._config, is_alone=len(addresses) == 1)
         security = self._config.security
-        self._endpoints = Endpoints(addresses, lambda address: open_aio_channel(address, security, options, token))
+        self._endpoints = Endpoints(
+            addresses,
+            lambda address: with_criticality(open_aio_channel(address, security, options, token), self._config),
+        )
 
     async def generate(
         self,

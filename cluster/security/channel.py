@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,58 +14,66 @@ from cluster.security.config import ClientSecurity
 from cluster.security.tokens import bearer_metadata
 
 TOKEN_VARIABLE = "GRAPHPOOL_TOKEN"  # noqa: S105  # its name
+Metadata = Sequence[tuple[str, str]]
 OVERRIDE = "grpc.ssl_target_name_override"
 
 
-class TokenChannel:
-    """A channel, of either kind, whose every call carries a token.
+class MetadataChannel:
+    """A channel, of either kind, whose every call carries more metadata.
 
-    Calls take the token's metadata as an argument and nothing else is put between: an interceptor would cost every
-    message of a stream. `token` is asked at each call.
+    Calls take it as an argument and nothing else is put between: an interceptor would cost every message of a stream.
+    `metadata` is asked at each call.
     """
 
-    def __init__(self, channel: Any, token: Callable[[], str]) -> None:
+    def __init__(self, channel: Any, metadata: Callable[[], Metadata]) -> None:
         self._channel = channel
-        self._token = token
+        self._metadata = metadata
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
         """See grpc.Channel; the three below too."""
-        return self._with_token(self._channel.unary_unary(*arguments, **options))
+        return self._with_more(self._channel.unary_unary(*arguments, **options))
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
         """See grpc.Channel."""
-        return self._with_token(self._channel.unary_stream(*arguments, **options))
+        return self._with_more(self._channel.unary_stream(*arguments, **options))
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
         """See grpc.Channel."""
-        return self._with_token(self._channel.stream_unary(*arguments, **options))
+        return self._with_more(self._channel.stream_unary(*arguments, **options))
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
         """See grpc.Channel."""
-        return self._with_token(self._channel.stream_stream(*arguments, **options))
+        return self._with_more(self._channel.stream_stream(*arguments, **options))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
-    async def __aenter__(self) -> TokenChannel:
+    async def __aenter__(self) -> MetadataChannel:
         await self._channel.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
         await self._channel.__aexit__(*error)
 
-    def __enter__(self) -> TokenChannel:
+    def __enter__(self) -> MetadataChannel:
         self._channel.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._channel.__exit__(*error)
 
-    def _with_token(self, method: Any) -> Any:
+    def _with_more(self, method: Any) -> Any:
         def call(*arguments: Any, metadata: Any = None, **options: Any) -> Any:
-            return method(*arguments, metadata=(*(metadata or ()), *bearer_metadata(self._token())), **options)
+            return method(*arguments, metadata=(*(metadata or ()), *self._metadata()), **options)
 
         return call
+
+
+class TokenChannel(MetadataChannel):
+    """A channel whose every call carries a token."""
+
+    def __init__(self, channel: Any, token: Callable[[], str]) -> None:
+        super().__init__(channel, lambda: bearer_metadata(token()))
 
 
 def open_channel(

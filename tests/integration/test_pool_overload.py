@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.client import ResourceExhausted
+from cluster.client import AsyncGraphpoolClient, GraphpoolClient, ResourceExhausted
+from cluster.config import ClientConfig
 from cluster.criticality import KEY
 from protos import control_pb2, generation_pb2, generation_pb2_grpc
 from tests.fakes.script_engine import ScriptKnobs, script
@@ -153,3 +154,20 @@ async def test_decoding_stops_when_the_deadline_comes() -> None:
                 await ask(channel, request(2000), timeout_s=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: pool.replicas[0].engine.load().running == 0, 2)
+
+
+async def test_a_client_says_what_all_its_calls_are_worth() -> None:
+    async with script_pool(1, router=replace(FAST, max_waiting=4), knobs=ONE_ROW) as pool:
+        holder = await busy(pool)
+        queued = asyncio.create_task(pool.client.generate(PROMPT, max_tokens=3, seed=1))
+        await until(lambda: pool.replicas[0].engine.load().waiting == 1)
+        modest = ClientConfig(max_attempts=1, criticality="sheddable")
+        async with AsyncGraphpoolClient(pool.router.address, modest) as client:
+            with pytest.raises(ResourceExhausted):
+                await client.generate(PROMPT, max_tokens=3)
+            with pytest.raises(ResourceExhausted):
+                await anext(client.stream(PROMPT, max_tokens=3))
+        with GraphpoolClient(pool.router.address, modest) as blocking, pytest.raises(ResourceExhausted):
+            await asyncio.to_thread(blocking.generate, PROMPT, max_tokens=3)
+        holder.cancel()
+        assert (await queued).token_ids == script(PROMPT, 1, 0, 3)
