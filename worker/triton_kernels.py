@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,12 +17,11 @@ from worker.decode_inputs import DecodeViews
 from worker.kernels.decode_workspace import DecodeWorkspace
 from worker.kernels.greedy import RowState, greedy, pick_tokens
 from worker.kv_cache import KVCache
-from worker.model.block_step import BlockStep, block_tiles
 from worker.model.decoder import Decoder
-from worker.model.rows_step import RowsStep, row_tiles
 from worker.model.vector_step import VectorStep, vector_tiles
 from worker.step_kernels import Outputs
 
+WholeStep = Callable[[DecodeViews], Outputs]
 MAX_OWN_PROMPT = 1024
 """Longer prompts go through torch's flash attention."""
 
@@ -62,18 +61,21 @@ class TritonKernels:
         step = self._whole_step(decoder, len(inputs.positions)) if isinstance(decoder, Decoder) else None
         return None if step is None else step(inputs)
 
-    def _whole_step(self, decoder: Decoder, rows: int) -> VectorStep | RowsStep | BlockStep | None:
+    def _whole_step(self, decoder: Decoder, rows: int) -> WholeStep | None:
         config, dtype = decoder.config, decoder.embedding.dtype
         if rows <= self.gemv_rows:
             vector = vector_tiles(config, dtype, rows)
             return None if vector is None else VectorStep(decoder, self.kv_cache, vector, self.workspace.arrived)
+        if rows > max(self.product_rows, self.block_rows):
+            return None
+        from worker.model.block_step import BlockStep, block_tiles  # these two are written in Gluon
+        from worker.model.rows_step import RowsStep, row_tiles
+
         if rows <= self.product_rows:
             tiles = row_tiles(config, dtype, rows)
             return None if tiles is None else RowsStep(decoder, self.kv_cache, tiles, self.workspace)
-        if rows <= self.block_rows:
-            blocks = block_tiles(config, dtype, rows)
-            return None if blocks is None else BlockStep(decoder, self.kv_cache, blocks, self.workspace)
-        return None
+        blocks = block_tiles(config, dtype, rows)
+        return None if blocks is None else BlockStep(decoder, self.kv_cache, blocks, self.workspace)
 
     def tokens(self, inputs: DecodeViews) -> torch.Tensor:
         """See StepKernels."""

@@ -14,7 +14,7 @@ from bench.shapes import SHAPES
 from tests.fakes.offline_gpu import compiling_for_hopper, machine_code, resources
 
 DTYPES = {"qwen2.5-1.5b": torch.float16}
-CASES = (("rows", 5, 16), ("rows", 8, 64), ("blocks", 32, 16), ("blocks", 128, 64))
+CASES = (("rows", 5, 16), ("rows", 8, 256), ("blocks", 32, 16), ("blocks", 128, 256))
 """The way, rows, and blocks of a row's table."""
 
 
@@ -33,7 +33,7 @@ def compile_step(name: str, way: str, rows: int, width: int) -> None:
     decoder = Decoder(config, dtype=dtype, device=device)
     sizes = {"num_layers": 1, "num_blocks": 2, "block_size": 16}
     cache = KVCache(**sizes, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype, device=device)
-    inputs = DecodeInputs(max_batch=rows, max_blocks=64, block_size=16, device=device).views(rows, width)
+    inputs = DecodeInputs(max_batch=rows, max_blocks=256, block_size=16, device=device).views(rows, width)
     heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
     workspace = DecodeWorkspace(max_rows=rows, **heads, device=device)
     if way == "rows":

@@ -58,17 +58,18 @@ def early_plan(*, rows: int, num_kv_heads: int, head_dim: int, width: int, num_s
 def rows_plan(
     *, rows: int, num_kv_heads: int, head_dim: int, width: int, num_sms: int, spare_shared: bool
 ) -> EarlyPlan:
-    """The same for a short tier in which one program takes all tokens of a row, so that one result a head comes out.
+    """The same where one result a head must come out: what several programs have found is merged by the last of them.
 
-    Where all programs run at once, each asks for all its tokens before the wait. With `spare_shared`, it must not want
-    much shared memory: beside kernels that want none, a multiprocessor would have to be emptied before it is divided anew.
+    In short tiers one program takes all tokens of a row, and asks for them before the wait where all programs run at once.
+    With `spare_shared`, it must not want much shared memory: beside kernels that want none, a multiprocessor would have
+    to be emptied before it is divided anew.
     """
-    assert width <= SHORT_TIER
-    head_pad = power_of_two(head_dim)
-    fits = rows * num_kv_heads * max(head_pad // _SMALL_HEAD, 1) ** 2 <= _WHOLE_ROWS_AN_SM * num_sms
-    if fits and (head_pad <= _SMALL_HEAD or not spare_shared):
+    programs, head_pad = rows * num_kv_heads, power_of_two(head_dim)
+    fits = programs * max(head_pad // _SMALL_HEAD, 1) ** 2 <= _WHOLE_ROWS_AN_SM * num_sms
+    if width <= SHORT_TIER and fits and (head_pad <= _SMALL_HEAD or not spare_shared):
         tile = max(power_of_two(width), 16)
         num_warps = min(max(tile * head_pad // _NUMBERS_A_WARP, 1), 8)
         return EarlyPlan(num_splits=1, late_splits=1, min_chunk=tile, long_chunk=tile, tile=tile, num_warps=num_warps)
     tile = min(max(_TILE_ELEMENTS // head_pad, 16), _MAX_TILE)
-    return EarlyPlan(num_splits=1, late_splits=1, min_chunk=tile, long_chunk=SHORT_TIER, tile=tile)
+    splits = min(max(_PROGRAMS_AN_SM * num_sms // programs, 1), -(-width // SHORT_TIER))
+    return EarlyPlan(num_splits=splits, late_splits=1, min_chunk=tile, long_chunk=SHORT_TIER, tile=tile)

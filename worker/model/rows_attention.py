@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from worker.model.decoder import Decoder, DecoderLayer
 
 
+_MIDDLE_TIER = 4 * SHORT_TIER
+"""Between kernels that want no shared memory, the attention that wants much pays from here on only."""
+
+
 class RowsAttention:
-    """All layers of one step. In short tiers keys are asked for before the wait; in long ones programs share a row."""
+    """All layers of one step. In short tiers keys are asked for before the wait; in long ones they are streamed."""
 
     def __init__(
         self,
@@ -37,15 +41,16 @@ class RowsAttention:
         self.workspace = workspace
         self.inputs = inputs
         width = inputs.block_tables.shape[1] * kv_cache.block_size
+        is_early = width <= (_MIDDLE_TIER if spare_shared else SHORT_TIER)
         config = decoder.config
         self.partials: Partials | None = None
         self.qkv = inputs.positions.new_empty(
             len(inputs.positions),
             config.qkv_heads * config.head_dim,
-            dtype=torch.float32 if width <= SHORT_TIER else kv_cache.storage.dtype,
+            dtype=torch.float32 if is_early else kv_cache.storage.dtype,
         )
         """[rows, heads * head_dim], for every layer's projection."""
-        if width <= SHORT_TIER:
+        if is_early:
             plan = rows_plan(
                 rows=len(inputs.positions),
                 num_kv_heads=config.num_kv_heads,

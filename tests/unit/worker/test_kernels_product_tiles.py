@@ -90,10 +90,10 @@ def test_a_measured_block_holds_only_for_the_columns_it_fits() -> None:
     rows=st.integers(1, 128),
     num_kv_heads=st.integers(1, 32),
     head_dim=st.sampled_from([16, 64, 128, 256]),
-    width=st.integers(1, SHORT_TIER),
+    width=st.integers(1, 131_072),
     spare_shared=st.booleans(),
 )
-def test_one_program_of_a_short_tier_takes_a_whole_row(
+def test_the_programs_of_a_plan_for_rows_reach_every_token_and_leave_one_result(
     rows: int, num_kv_heads: int, head_dim: int, width: int, spare_shared: bool
 ) -> None:
     plan = rows_plan(
@@ -104,9 +104,13 @@ def test_one_program_of_a_short_tier_takes_a_whole_row(
         num_sms=132,
         spare_shared=spare_shared,
     )
-    assert plan.num_splits == plan.late_splits == 1
+    assert plan.late_splits == 1
     for length in {1, width // 3, width - 1} - {0, -1}:
-        assert -(-length // plan.min_chunk) * plan.min_chunk >= length
-        assert length <= plan.long_chunk
+        is_short = length <= plan.long_chunk
+        least = 1 if is_short else plan.long_chunk
+        chunk = -(-max(-(-length // (1 if is_short else plan.num_splits)), least) // plan.min_chunk) * plan.min_chunk
+        assert -(-length // chunk) <= plan.num_splits
+    if width <= SHORT_TIER:
+        assert plan.num_splits == 1
     if rows * num_kv_heads > 4 * 132:
         assert plan.tile <= 64

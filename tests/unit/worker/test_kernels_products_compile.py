@@ -39,7 +39,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("width", "attention"), [(16, "_early_attention"), (64, "_decode_attention")])
+@pytest.mark.parametrize(("width", "attention"), [(16, "_early_attention"), (256, "_decode_attention")])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_for_a_few_rows_is_five_launches_a_layer_and_one_in_blocks_seven(
     compiled: list[dict[str, Any]], model: str, width: int, attention: str

@@ -13,8 +13,8 @@ import torch
 from tests.fakes.small_steps import FAMILIES, steps
 from worker.kernels import reference
 
-LONG_WIDTH = 72
-"""Blocks of a tier in which attention is divided among programs."""
+LONG_WIDTHS = (72, 260)
+"""Blocks of tiers in which the keys of a row are divided among programs, early and late."""
 
 
 def _norm(vectors: Any, eps: float) -> torch.Tensor:
@@ -81,9 +81,10 @@ def test_steps_stay_near_single_precision_and_choose_the_largest_logit(family: s
         assert step.ours[1][:, 1].all()
 
 
+@pytest.mark.parametrize("width", LONG_WIDTHS)
 @pytest.mark.parametrize("limit", ["product_rows", "block_rows"])
-def test_long_tiers_divide_the_keys_of_a_row(limit: str) -> None:
-    for step in steps((280, 3, 257), 2, limit=limit, width=LONG_WIDTH, max_position_embeddings=512):
+def test_long_tiers_divide_the_keys_of_a_row(limit: str, width: int) -> None:
+    for step in steps((280, 3, 257), 2, limit=limit, width=width, max_position_embeddings=2048):
         assert step.error < 3e-2
 
 
