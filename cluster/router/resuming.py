@@ -35,6 +35,8 @@ ALL_TRIALS_S = 0.5
 TRIAL_OVERHEAD_S = 0.005
 """What a trial takes beside its steps."""
 UNKNOWN_STEP_S = 0.005
+YOUNG_S = 1.0
+"""Most requests that end replicas do it within this."""
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,13 @@ class Resuming:
             except ReplicaLost:
                 self._note_loss(stream.verdict, request, answering)
                 share_s = ALL_TRIALS_S * max(self._placement.num_ready, 1) * stream.trial_share
-                answering.trial_tokens = trial_tokens(stream.unheard_s, link.load.step_ms / 1000, share_s)
+                answering.trial_tokens = trial_tokens(
+                    stream.unheard_s,
+                    link.load.step_ms / 1000,
+                    share_s,
+                    age_s=stream.age_s,
+                    num_delivered=stream.delivered,
+                )
             finally:
                 stream.close()
                 self._trials.end(link, stream)
@@ -151,14 +159,20 @@ class Resuming:
             raise AnswerInterrupted(answering.num_losses, answering.delivered.num_tokens)
 
 
-def trial_tokens(unheard_s: float, step_s: float, share_s: float) -> int:
+def trial_tokens(
+    unheard_s: float, step_s: float, share_s: float, *, age_s: float = math.inf, num_delivered: int = 0
+) -> int:
     """Tokens that a trial has to bring to get as far as the lost replica may have been, within `share_s`.
 
     Tokens are sent in batches, so it was ahead of what arrived by all the steps since the last message, and the step
-    that ended it is one of them. Failure mode: with so many suspects that their trials would take too long, those of
-    the older ones are cut short, and a request that ends replicas late in its answer may pass.
+    that ended it is one of them. Of a request that was placed `age_s` ago, not long, all the steps since then count
+    that brought none of its `num_delivered` tokens: its messages may have been lost with the connection. Failure mode:
+    with so many suspects that their trials would take too long, those of the older ones are cut short, and a request
+    that ends replicas late in its answer may pass.
     """
     step_s = step_s or UNKNOWN_STEP_S
+    if age_s <= YOUNG_S:
+        unheard_s = max(unheard_s, age_s - num_delivered * step_s)
     wanted = MIN_TRIAL_TOKENS + math.ceil(unheard_s / step_s)
     allowed = int((share_s - TRIAL_OVERHEAD_S) / step_s)
     return max(min(wanted, allowed), MIN_TRIAL_TOKENS)

@@ -41,6 +41,7 @@ class LinkStream:
         "_queued_bytes",
         "_sequence",
         "_waiter",
+        "age_s",
         "is_on_trial",
         "is_scheduled",
         "on_trial_passed",
@@ -81,6 +82,8 @@ class LinkStream:
         """Of the time that all trials after that loss may take, what this one may."""
         self.unheard_s = 0.0
         """How long before that loss the replica may have sent the last piece that arrived."""
+        self.age_s = 0.0
+        """At that loss."""
         self._opened_s = self._heard_s = time.monotonic()
         self._sequence = next_sequence
         self._delivered = 0
@@ -141,7 +144,8 @@ class LinkStream:
             error = ReplicaLost if kind is LossKind.CRASHED else ReplicaUnresponsive
             self.verdict, self.trial_share = verdict, trial_share
             now_s = time.monotonic()
-            self.unheard_s = min(now_s - self._heard_s + lag_s, now_s - self._opened_s)
+            self.age_s = now_s - self._opened_s
+            self.unheard_s = min(now_s - self._heard_s + lag_s, self.age_s)
             self._has_ended = True
             self._release(self._cost_left)
             self.fail(error(self._link.name, self._delivered))

@@ -130,6 +130,12 @@ def test_a_trial_reaches_as_far_as_the_replica_may_have_been_if_there_is_time() 
     assert trial_tokens(0.05, 0.0, 0.5) > MIN_TRIAL_TOKENS
 
 
+def test_of_a_young_request_all_steps_count_that_brought_nothing() -> None:
+    assert trial_tokens(0.016, 0.002, 0.5, age_s=0.1, num_delivered=20) == MIN_TRIAL_TOKENS + 30
+    assert trial_tokens(0.016, 0.002, 0.5, age_s=0.1, num_delivered=60) == MIN_TRIAL_TOKENS + 8
+    assert trial_tokens(0.016, 0.002, 0.5, age_s=60.0, num_delivered=20) == MIN_TRIAL_TOKENS + 8
+
+
 def stream_on(link: FakeLink) -> LinkStream:
     untyped: Any = link
     return LinkStream(untyped, 1, prompt_cost=1, cost=10, limit=10, next_sequence=4)
