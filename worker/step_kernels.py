@@ -14,7 +14,7 @@ from worker.attention.prefill import PagedPrefillAttention, PrefillSegment
 from worker.causal_lm import CausalLM, StepAttention
 from worker.config import Kernels
 from worker.decode_inputs import DecodeViews
-from worker.kernels.device import has_gluon, has_triton, launches_programmatically
+from worker.kernels.device import has_gluon, has_triton, launches_programmatically, multiplies_in_groups
 from worker.kv_cache import KVCache
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -145,7 +145,7 @@ def choose_kernels(
     `max_rows` is the largest decode bucket; up to `gemv_rows` rows go through matrix-vector kernels where they apply,
     more, up to `product_rows` and then `block_rows`, through the tensor-core kernels for a few rows and for dozens.
     None = GEMV_ROWS, PRODUCT_ROWS and BLOCK_ROWS on a GPU that can overlap their launches (Hopper and later), without
-    which they do not pay; else 0.
+    which they do not pay; else 0. The kernels for dozens of rows need Hopper itself.
     """
     device = kv_cache.storage.device
     is_cuda = device.type == "cuda"
@@ -156,13 +156,12 @@ def choose_kernels(
     from worker.triton_kernels import TritonKernels  # triton takes a second to import
 
     overlaps = launches_programmatically(device)
-    multiplies = overlaps and has_gluon()
     if gemv_rows is None:
         gemv_rows = GEMV_ROWS if overlaps else 0
     if product_rows is None:
-        product_rows = PRODUCT_ROWS if multiplies else 0
+        product_rows = PRODUCT_ROWS if overlaps and has_gluon() else 0
     if block_rows is None:
-        block_rows = BLOCK_ROWS if multiplies else 0
+        block_rows = BLOCK_ROWS if multiplies_in_groups(device) and has_gluon() else 0
     return TritonKernels(
         kv_cache,
         num_heads=num_heads,

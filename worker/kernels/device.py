@@ -22,7 +22,10 @@ def has_triton() -> bool:
 @cache
 def has_gluon() -> bool:
     """Whether kernels in Triton's lower language can be: it is young, and not every release of Triton has it."""
-    return has_triton() and find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+    try:
+        return has_triton() and find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+    except ModuleNotFoundError:  # of a package on the way there
+        return False
 
 
 @cache
@@ -37,6 +40,12 @@ def num_sms(device: torch.device) -> int:
 def launches_programmatically(device: torch.device) -> bool:
     """Whether a kernel on this device may start while the one before it drains."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= PROGRAMMATIC_LAUNCH_CAPABILITY
+
+
+@cache
+def multiplies_in_groups(device: torch.device) -> bool:
+    """Whether a device has the matrix instructions of Hopper's groups of warps, which GPUs before and after it lack."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == PROGRAMMATIC_LAUNCH_CAPABILITY[0]
 
 
 @cache

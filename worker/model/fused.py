@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from worker.kernels.device import has_gluon, launches_programmatically
+from worker.kernels.device import has_gluon, multiplies_in_groups
 from worker.kernels.qkv_layout import QkvLayout
 from worker.kernels.rms_norm import rms_norm
 from worker.kernels.silu_mul import silu_mul
@@ -22,7 +22,7 @@ def fused_forward(
     decoder: Decoder, token_ids: torch.Tensor, positions: torch.Tensor, attend: FusedAttend
 ) -> torch.Tensor:
     """See Decoder.forward."""
-    if has_gluon() and launches_programmatically(token_ids.device):
+    if has_gluon() and multiplies_in_groups(token_ids.device):
         from worker.model.block_forward import block_forward, prefill_tiles  # written in Gluon
 
         tiles = prefill_tiles(decoder, len(token_ids))
