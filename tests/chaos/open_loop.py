@@ -78,6 +78,10 @@ class Flood:
         """Time of the plainest call."""
         return 1000 * at(quantile, self.plain_s)
 
+    def answer_s(self, quantile: float) -> float:
+        """Time of a whole answer."""
+        return at(quantile, [one.took_s for one in self.of(grpc.StatusCode.OK)])
+
     def describe(self) -> str:
         """One line for a log."""
         return (

@@ -139,3 +139,16 @@ async def test_clients_that_try_again_hardly_add_to_the_load(rng: random.Random)
     print(f"{ends.total()} requests {dict(ends)}: {calls:.0f} calls, {placed:.0f} placements")
     assert calls <= 1.1 * ends.total()
     assert placed <= 1.1 * ends.total()
+
+
+@pytest.mark.slow
+async def test_a_short_queue_costs_no_goodput_and_answers_take_as_long_as_without_load(rng: random.Random) -> None:
+    async with chaos_pool(2, router={"max_wait_s": 0.05}, max_rows=MAX_ROWS, step_s=STEP_S) as pool:
+        address = pool.routers[0].address
+        calm = await flood(address, 0.4 * CAPACITY, 3.0, rng=rng, max_tokens=TOKENS, timeout_s=DEADLINE_S)
+        crowd = await flood(address, 5 * CAPACITY, SECONDS, rng=rng, max_tokens=TOKENS, timeout_s=DEADLINE_S)
+    print(crowd.describe())
+    usual_s, slowest_s = calm.answer_s(0.5), crowd.answer_s(0.99 if LONG_S else 0.9)
+    print(f"an answer takes {usual_s:.3f} s without load, and {slowest_s:.3f} s at five times the capacity")
+    assert crowd.goodput >= MIN_GOODPUT * CAPACITY * (0.95 if LONG_S else 0.9)
+    assert slowest_s <= 2 * usual_s
