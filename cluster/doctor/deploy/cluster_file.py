@@ -47,9 +47,9 @@ def _gpus_of(document: Document, name: str) -> float | None:
     if declared is not None:
         return float(declared) if isinstance(declared, (int, float)) else None
     config = document.mapping("available_node_types", name, "node_config")
-    if accelerators := config.get("guestAccelerators"):
+    if isinstance(accelerators := config.get("guestAccelerators"), list):
         counts = [entry.get("acceleratorCount", 1) for entry in accelerators if isinstance(entry, dict)]
-        return float(sum(counts))
+        return float(sum(count for count in counts if isinstance(count, int)))
     machine = str(config.get("InstanceType") or config.get("machineType") or "")
     return None if _GPU_MACHINES.search(machine.rpartition("/")[2]) or not machine else 0.0
 
@@ -165,13 +165,9 @@ def _security_group(document: Document) -> Iterator[Finding]:
     for index, rule in enumerate(document.items(*base)):
         if not isinstance(rule, dict):
             continue
-        ranges = [
-            entry.get("CidrIp") or entry.get("CidrIpv6")
-            for key in ("IpRanges", "Ipv6Ranges")
-            for entry in rule.get(key) or ()
-        ]
         first, last = rule.get("FromPort", 0), rule.get("ToPort", 65535)
-        if not set(ranges) & set(ANYBODY) or (first, last) == (22, 22):
+        is_open = any(value in ANYBODY for path, value in document.scalars() if path[: len(base) + 1] == (*base, index))
+        if not is_open or (first, last) == (22, 22):
             continue
         if (first, last) == (ROUTER_PORT, ROUTER_PORT):
             yield document.find(

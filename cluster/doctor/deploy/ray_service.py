@@ -187,11 +187,9 @@ def _groups(document: Document, path: Path) -> Iterator[Finding]:
 
 def _gpus(document: Document, group: Path) -> float:
     place = (*group, "template", "spec", "containers")
-    counts = [
-        document.get(*place, index, "resources", "limits", GPU, default=0)
-        for index in range(len(document.items(*place)))
-    ]
-    return sum(float(count) for count in counts)
+    limits = [document.get(*place, index, "resources", "limits", GPU) for index in range(len(document.items(*place)))]
+    # Kubernetes takes "1" for 1.
+    return float(sum(int(limit) for limit in limits if str(limit).isdecimal()))
 
 
 def _fits_pods(document: Document, path: Path, inner: Document) -> Iterator[Finding]:

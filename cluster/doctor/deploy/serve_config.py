@@ -97,8 +97,8 @@ def _arguments(document: Document, path: Path) -> Iterator[Finding]:
 
     try:
         pool_config(document.mapping(*path))
-    except (ValueError, TypeError) as error:
-        text = str(error)
+    except (ValueError, TypeError, AttributeError) as error:
+        text = str(error) if isinstance(error, ValueError) else f"a value is of the wrong type ({error})"
         yield document.find(
             "fail",
             _named(document, path, text),

@@ -65,7 +65,8 @@ def test_the_command_ends_with_1_for_a_mistake_and_says_where(tmp_path: Path) ->
 
 
 def test_the_command_ends_with_0_for_the_shipped_files() -> None:
-    done = graphpool("doctor", "deploy", *(str(path) for path in sorted((ROOT / "deploy").rglob("*.yaml"))))
+    files = [file for name in ("ray-up", "serve", "kubernetes") for file in (ROOT / "deploy" / name).glob("*.yaml")]
+    done = graphpool("doctor", "deploy", *map(str, files))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
