@@ -18,6 +18,7 @@ from worker.kv_cache import KVCache
 from worker.sample_draw import SampleDraw
 from worker.sampler import Sampled
 from worker.sampling_stage import SamplingStage
+from worker.sampling_table import ALL_NEEDS, DRAW_NEEDS
 from worker.step_kernels import Outputs, StepKernels
 from worker.tiers import TierTable
 
@@ -27,6 +28,10 @@ PACKED = "packed"
 """Prefill of several whole prompts side by side."""
 CHUNK = "chunk"
 """Prefill of a later part of a prompt."""
+DRAW = "draw"
+"""Sampling of rows that need no more than DRAW_NEEDS: two launches."""
+ANY = "any"
+"""Sampling of rows of any kind."""
 
 
 class GraphRegions:
@@ -91,12 +96,12 @@ class GraphRegions:
         return self._region(run, inputs, draw)
 
     def _sample(self, key: GraphKey) -> CaptureRegion:
-        table = self.sampling.table
+        table, needs = self.sampling.table, DRAW_NEEDS if key.variant == DRAW else ALL_NEEDS
         views = table.views(key.bucket)
 
         @torch.inference_mode()
         def run() -> Sampled:
-            return self.sampling.record(self.logits, key.bucket)
+            return self.sampling.record(self.logits, key.bucket, needs)
 
         tables = {name: getattr(views, name) for name in ("allowed", "banned", "bias_ids", "bias")}
         return CaptureRegion(
@@ -104,7 +109,7 @@ class GraphRegions:
             inputs={"logits": self.logits, "places": views.places, "real": views.real, **tables},
             state={"whole": views.whole, "last_tokens": views.last_tokens},
             scratch={"counts": views.counts},
-            draw=SampleDraw(table, self.logits, key),
+            draw=SampleDraw(table, self.logits, key, needs),
         )
 
     def _left(self, outputs: Outputs) -> Outputs:

@@ -13,7 +13,7 @@ from worker.block_pool import PADDING_BLOCK, BlockPool
 from worker.chooser import StepOutput
 from worker.graph_draws import CHECKED_ROWS, HISTORY_BLOCKS
 from worker.graph_memory import StepMemory
-from worker.graph_regions import CHUNK, FRESH, PACKED, GraphRegions
+from worker.graph_regions import ANY, CHUNK, DRAW, FRESH, PACKED, GraphRegions
 from worker.graphs.backend import CaptureBackend
 from worker.graphs.captured import CapturedGraph
 from worker.graphs.dispatcher import Dispatcher, Miss
@@ -28,7 +28,7 @@ from worker.load import GraphReadiness, GraphSnapshot, GraphUse
 from worker.pending import DoneStep, PendingStep
 from worker.runner import EagerRunner
 from worker.sampler import Sampled
-from worker.sampling_table import SampledRow
+from worker.sampling_table import DRAW_NEEDS, SampledRow, needs_of_all
 from worker.step_kernels import TorchKernels
 from worker.tiers import BucketTable, TierTable
 
@@ -167,12 +167,15 @@ class GraphRunner:
 
     def _sample(self, rows: tuple[SampledRow, ...]) -> Sampled:
         """The tokens of `rows`, from the logits that the graph of the step has left."""
-        found = self.dispatcher.find("sample", 0, len(rows))
-        if isinstance(found, Miss):  # misses are counted by steps, and this one's model ran from its graph
-            return self.eager.sampling(self.regions.logits, rows)
-        self.dispatcher.dispatch("sample", 0, len(rows))
-        self.eager.sampling.table.fill(rows, found.bucket)
-        return self.session.graphs[found].replay().outputs  # type: ignore[no-any-return]
+        for variant in (ANY,) if needs_of_all(rows) & ~DRAW_NEEDS else (DRAW, ANY):
+            if not isinstance(self.dispatcher.find("sample", 0, len(rows), variant), Miss):
+                found = self.dispatcher.dispatch("sample", 0, len(rows), variant)
+                assert isinstance(found, GraphKey)
+                self.eager.sampling.table.fill(rows, found.bucket)
+                return self.session.graphs[found].replay().outputs  # type: ignore[no-any-return]
+        return self.eager.sampling(
+            self.regions.logits, rows
+        )  # no miss: those are counted by steps, and this one had a graph
 
     def _make_inert(self) -> None:
         """Warm-up and capture run over the static inputs: what the last step left in them must not be written again."""
@@ -218,8 +221,9 @@ def worker_keys(
         if smaller < tier - tiers.block_size
     ]
     sample = [
-        GraphKey("sample", 0, size)
+        GraphKey("sample", 0, size, variant)
         for place, size in enumerate(buckets.sizes)
+        for variant in (DRAW, ANY)
         if place % 2 == 0 or size == buckets.largest
     ]
     return decode + fresh + (packed if can_pack else []) + later + sample

@@ -10,7 +10,7 @@ import torch
 from worker.graphs.key import GraphKey
 from worker.request import GenerateRequest
 from worker.sampling import SamplingParams
-from worker.sampling_table import SampledRow, SamplingTable
+from worker.sampling_table import Need, SamplingTable, row_of
 from worker.sequence import Sequence
 
 CHECKED_ROWS = 32
@@ -28,13 +28,14 @@ _KINDS: tuple[dict[str, Any], ...] = (
 class SampleDraw:
     """Rows of all kinds over random logits. Takes the table's seats: sequences must sit down again afterwards."""
 
-    def __init__(self, table: SamplingTable, logits: torch.Tensor, key: GraphKey) -> None:
+    def __init__(self, table: SamplingTable, logits: torch.Tensor, key: GraphKey, needs: Need) -> None:
         self.table = table
+        self.needs = needs
         self.logits = logits
         self.key = key
 
     def __call__(self, generator: torch.Generator, poison: bool) -> int:
-        """See worker.graphs.region.DrawInputs."""
+        """See worker.graphs.region.DrawInputs. Rows need no more than the graph offers."""
         valid = min(self.key.bucket // 2 + 1, CHECKED_ROWS)
         vocab = self.table.vocab_size
         drawn = torch.randn(valid, vocab, generator=generator) * _SPREAD
@@ -42,11 +43,13 @@ class SampleDraw:
         self.logits[:valid].copy_(drawn)
         self.table.last_tokens[:valid].copy_(drawn.argmax(dim=-1))
         self.table.forget()
-        rows = tuple(
-            SampledRow(self._sequence(kind, row, generator), row, row)
-            for row, kind in zip(range(valid), itertools.cycle(_KINDS), strict=False)
-        )
-        self.table.fill(rows, self.key.bucket)
+        kinds = itertools.cycle(_KINDS)
+        rows = []
+        while len(rows) < valid:
+            made = row_of(self._sequence(next(kinds), len(rows), generator), len(rows), len(rows))
+            if not made.needs & ~self.needs:
+                rows.append(made)
+        self.table.fill(tuple(rows), self.key.bucket)
         return valid
 
     def _sequence(self, kind: dict[str, Any], row: int, generator: torch.Generator) -> Sequence:

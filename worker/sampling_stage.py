@@ -10,7 +10,7 @@ from worker.batch import Batch
 from worker.inputs import MAX_PACKED
 from worker.kernels.device import has_triton
 from worker.sampler import Sampled, sample
-from worker.sampling_table import ALL_NEEDS, Need, SampledRow, SamplingTable, SamplingViews, needs_of
+from worker.sampling_table import Need, SampledRow, SamplingTable, SamplingViews, needs_of_all, row_of
 from worker.step_kernels import StepKernels, TorchKernels
 
 Sample = Callable[[torch.Tensor, SamplingViews, Need], Sampled]
@@ -40,23 +40,21 @@ class SamplingStage:
         """The rows of `batch` that it serves. The tokens of a prefill lie past those of decode rows, see DecodeInputs."""
         segments = batch.sampling
         first = self.table.max_rows if batch.phase == "prefill" and len(segments) <= MAX_PACKED else 0
-        return tuple(
-            SampledRow(segment.sequence, row, first + row)
-            for row, segment in enumerate(segments)
-            if needs_of(segment.sequence)
-        )
+        rows = (row_of(segment.sequence, row, first + row) for row, segment in enumerate(segments))
+        return tuple(row for row in rows if row.needs)
 
     def __call__(self, logits: torch.Tensor, rows: tuple[SampledRow, ...]) -> Sampled:
         """Choose the tokens of `rows`, operation by operation."""
-        needs, views = self.table.fill(rows, len(rows)), self.table.views(len(rows))
+        self.table.fill(rows, len(rows))
+        needs, views = needs_of_all(rows), self.table.views(len(rows))
         if self._fused is not None:
             return self._fused(logits, views, needs)
         return sample(logits, views, needs, is_static=False)
 
-    def record(self, logits: torch.Tensor, bucket: int) -> Sampled:
-        """What a graph records: choose for the first `bucket` rows of the table, whatever they need."""
+    def record(self, logits: torch.Tensor, bucket: int, needs: Need) -> Sampled:
+        """What a graph records: choose for the first `bucket` rows of the table, which need no more than `needs`."""
         views = self.table.views(bucket)
-        return sample(logits, views) if self._fused is None else self._fused(logits, views, ALL_NEEDS)
+        return sample(logits, views, needs) if self._fused is None else self._fused(logits, views, needs)
 
 
 def _fused_sample(kernels: StepKernels, device: torch.device) -> Sample | None:

@@ -50,6 +50,8 @@ class Need(enum.IntFlag):
 
 
 ALL_NEEDS = Need((1 << 8) - 1)
+DRAW_NEEDS = Need.RANDOM | Need.MIN_P
+"""What one look at the logits is enough for."""
 _BANNED = int(Need.BANNED)
 
 
@@ -125,11 +127,25 @@ class SamplingViews:
 
 
 class SampledRow(NamedTuple):
-    """A sequence that a step samples for, the row of its logits, and the place of its token."""
+    """A sequence that a step samples for, the row of its logits, the place of its token, and what it needs."""
 
     sequence: Sequence
     logits: int
     token: int
+    needs: int
+
+
+def row_of(sequence: Sequence, logits: int, token: int) -> SampledRow:
+    """The row of a sequence whose next token is chosen from row `logits`."""
+    return SampledRow(sequence, logits, token, needs_of(sequence))
+
+
+def needs_of_all(rows: tuple[SampledRow, ...]) -> Need:
+    """What the rows need at most."""
+    needs = 0
+    for row in rows:
+        needs |= row.needs
+    return Need(needs)
 
 
 def needs_of(sequence: Sequence) -> int:
@@ -220,14 +236,11 @@ class SamplingTable:
         self._seats, self._last, self._bucket = {}, (), 0
         self._free = list(reversed(range(self.max_rows)))
 
-    def fill(self, rows: tuple[SampledRow, ...], bucket: int) -> Need:
-        """Seat `rows`, pad up to `bucket` rows, and upload what the device does not have; returns what they need at most.
+    def fill(self, rows: tuple[SampledRow, ...], bucket: int) -> None:
+        """Seat `rows`, pad up to `bucket` rows, and upload what the device does not have.
 
         A sequence with a token in flight must be in the seat it had.
         """
-        needs = 0
-        for row in rows:
-            needs |= needs_of(row.sequence)
         present = dict.fromkeys(row.sequence for row in rows)
         moved = [self._sit(sequence, present) for sequence in present]
         is_as_left = bucket == self._bucket and rows == self._last and not any(moved)
@@ -238,7 +251,6 @@ class SamplingTable:
             self._occupied = np.array([self._seats[row.sequence] for row in rows], dtype=np.int64)
         self._last, self._bucket = rows, bucket
         np.add.at(self._positions, self._occupied, 1)
-        return Need(needs)
 
     def _write_places(self, rows: tuple[SampledRow, ...], bucket: int) -> None:
         host = self.staging.writable()

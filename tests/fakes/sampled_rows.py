@@ -10,7 +10,7 @@ import torch
 
 from worker.request import GenerateRequest
 from worker.sampling import SamplingParams
-from worker.sampling_table import SampledRow, SamplingTable, SamplingViews
+from worker.sampling_table import SamplingTable, SamplingViews, needs_of_all, row_of
 from worker.sequence import Sequence, SequenceState
 
 EOS = (3,)
@@ -46,8 +46,9 @@ class Rows:
         )
         greedy = logits.nan_to_num(nan=torch.inf).argmax(dim=-1)
         self.table.last_tokens[torch.tensor(order, device=logits.device)] = greedy
-        self.rows = tuple(SampledRow(one, place, place) for one, place in zip(self.sequences, order, strict=True))
-        self.needs = self.table.fill(self.rows, self.bucket)
+        self.rows = tuple(row_of(one, place, place) for one, place in zip(self.sequences, order, strict=True))
+        self.table.fill(self.rows, self.bucket)
+        self.needs = needs_of_all(self.rows)
 
     @property
     def views(self) -> SamplingViews:

@@ -8,7 +8,7 @@ from itertools import product
 
 from worker.graphs.key import GraphKey, Phase
 
-MAX_KEYS = 80
+MAX_KEYS = 88
 """Each graph costs a fraction of a second and some megabytes: more shapes than this are not worth it."""
 
 SizeOf = Callable[[GraphKey], int]

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from worker.kernels.device import launch_options, power_of_two
-from worker.kernels.sampling_cut import cut, gather, keep
+from worker.kernels.sampling_cut import cut, gather, refine
 from worker.kernels.sampling_draw import draw
 from worker.kernels.sampling_scratch import BLOCK, scratch_spec
 from worker.kernels.sampling_survey import survey, weigh
@@ -39,23 +39,25 @@ def sample(logits: torch.Tensor, views: SamplingViews, needs: Need = ALL_NEEDS, 
     # A multiply-add with one rounding instead of two would make masses of other bits than torch does.
     options: dict[str, Any] = {"BLOCK": block, "enable_fp_fusion": False, **launch_options(logits.device)}
     wide, sizes, pad = (rows, num_blocks), (vocab, num_blocks), power_of_two(num_blocks)
-    cutting = (scratch["listed"], scratch["above"])
+    best, masses, kept = scratch["best"], scratch["masses"], scratch["kept"]
+    coarse, fine, above, listed = (scratch[name] for name in ("coarse", "fine", "above", "listed"))
     if needs & (Need.EDITS | Need.LOGPROBS | Need.CUT):
-        own = (scratch["best"], scratch["own_mass"], scratch["top"], scratch["histogram"])
-        survey[wide](*tables, *own, *cutting, *sizes, num_warps=4, **options)
+        own = (scratch["own_mass"], scratch["top"])
+        survey[wide](*tables, best, *own, coarse, fine, above, listed, *sizes, num_warps=4, **options)
     if needs & Need.RANDOM:
-        weigh[wide](
-            *tables, scratch["best"], scratch["masses"], scratch["histogram"], *sizes, PAD=pad, num_warps=4, **options
-        )
+        weigh[wide](*tables, best, masses, coarse, *sizes, PAD=pad, num_warps=4, **options)
     if needs & Need.CUT:
-        found = (*cutting, scratch["num_above"], scratch["values"])
-        shared = (scratch["best"], scratch["masses"])
-        gather[wide](*tables, *shared, scratch["histogram"], *found, *sizes, PAD=pad, num_warps=4, **options)
-        cut[(rows,)](*tables, *shared, *found, scratch["cuts"], *sizes, PAD=pad, num_warps=16, **options)
-        keep[wide](*tables, *shared, scratch["cuts"], *sizes, PAD=pad, num_warps=4, **options)
+        bracket, found = (scratch["bracket"], scratch["span"]), (scratch["values"], scratch["owners"], kept)
+        refine[wide](*tables, best, masses, coarse, fine, *bracket, above, *sizes, PAD=pad, num_warps=4, **options)
+        gather[wide](
+            *tables, best, masses, fine, *bracket, above, listed, *found, *sizes, PAD=pad, num_warps=4, **options
+        )
+        cut[(rows,)](
+            *tables, best, masses, above, listed, *found, scratch["cuts"], *sizes, PAD=pad, num_warps=8, **options
+        )
     chosen = torch.empty(rows, 2, dtype=torch.int64, device=logits.device)
     details = torch.empty(rows, NUM_DETAILS, dtype=torch.int64, device=logits.device)
-    drawn = (scratch["best"], scratch["masses"], scratch["cuts"], scratch["own_mass"], scratch["top"], chosen, details)
+    drawn = (best, masses, kept, scratch["cuts"], scratch["own_mass"], scratch["top"], chosen, details)
     width = {"DETAILS": NUM_DETAILS, "DETAIL_LANES": power_of_two(NUM_DETAILS)}
     draw[(rows,)](*tables, *drawn, *sizes, PAD=pad, **width, num_warps=8, **options)
     return chosen, details

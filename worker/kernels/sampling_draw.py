@@ -84,6 +84,7 @@ def draw(
     last_tokens: tl.tensor,
     best: tl.tensor,
     masses: tl.tensor,
+    kept: tl.tensor,
     cuts: tl.tensor,
     own_mass: tl.tensor,
     top: tl.tensor,
@@ -118,7 +119,10 @@ def draw(
         word, _, _, _ = tl.philox(seed, position.to(tl.int32), choice, 0, 0)
         fraction = (word >> (32 - FRACTION_BITS)).to(tl.int64)
         block = tl.arange(0, PAD)
-        mass = tl.load(masses + row * num_blocks + block, mask=block < num_blocks, other=0)
+        parts = masses
+        if (needs & CUT) != 0:
+            parts = kept
+        mass = tl.load(parts + row * num_blocks + block, mask=block < num_blocks, other=0)
         target = share(tl.sum(mass, axis=0), fraction, 0)
         is_before = (tl.cumsum(mass, axis=0) <= target) & (block < num_blocks)
         start = tl.minimum(tl.sum(is_before.to(tl.int32), axis=0), num_blocks - 1) * BLOCK

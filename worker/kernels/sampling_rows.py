@@ -51,8 +51,8 @@ _MAX_BIAS = tl.constexpr(MAX_LOGIT_BIAS)
 _BIAS_LANES = tl.constexpr(1 << (MAX_LOGIT_BIAS - 1).bit_length())
 _C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(value) for value in mass.COEFFICIENTS)
 _LEAST_EXPONENT = tl.constexpr(mass.LEAST_EXPONENT)
-_MANTISSA_ONE = tl.constexpr(2.0**mass.MANTISSA_BITS)
-_MANTISSA_SHIFT = tl.constexpr(mass.UNIT_BITS - mass.MANTISSA_BITS)
+_MANTISSA_BITS = tl.constexpr(mass.MANTISSA_BITS)
+_UNIT_BITS = tl.constexpr(mass.UNIT_BITS)
 
 
 @triton.jit
@@ -66,8 +66,9 @@ def mass_of(exponent: tl.tensor) -> tl.tensor:
     power = power * rest + _C3
     power = power * rest + _C4
     power = power * rest + _C5
-    mantissa = (power * _MANTISSA_ONE).to(tl.int32).to(tl.int64)
-    return (mantissa << _MANTISSA_SHIFT) >> (-whole).to(tl.int32).to(tl.int64)
+    # A power of two more in the exponent, and what is left of the point cut off: exact.
+    raised = power.to(tl.int32, bitcast=True) + ((whole.to(tl.int32) + _UNIT_BITS) << _MANTISSA_BITS)
+    return raised.to(tl.float32, bitcast=True).to(tl.int64)
 
 
 @triton.jit

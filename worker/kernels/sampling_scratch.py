@@ -8,11 +8,13 @@ import torch
 
 BLOCK = 4096
 """Logits of one program."""
-BINS = 1024
-"""Of the histogram that narrows a cut down. Logits in the last bin have no mass."""
+BINS = 128
+"""Of the coarse histogram. Logits in its last bin have no mass."""
+FINE_BINS = 64
+"""Of the one that looks into a few bins of the coarse one."""
 TOP_LANES = 32
 """Room for a block's likeliest tokens."""
-CAPACITY = 8192
+CAPACITY = 2048
 """Logits between two bins that fit into the list; a row with more is searched whole, which takes longer."""
 
 
@@ -24,11 +26,15 @@ def scratch_spec(rows: int, num_blocks: int) -> dict[str, tuple[tuple[int, ...],
         "masses": ((rows, num_blocks), whole),
         "own_mass": ((rows, num_blocks), whole),
         "top": ((rows, num_blocks, TOP_LANES), whole),
-        "histogram": ((rows, BINS), small),
-        "listed": ((rows,), small),
-        "num_above": ((rows,), small),
-        "above": ((rows,), whole),
+        "coarse": ((rows, BINS), small),
+        "fine": ((rows, FINE_BINS), small),
+        "bracket": ((rows, 4), small),
+        "span": ((rows, 2), torch.float32),
+        "above": ((rows, 2), whole),
+        "listed": ((rows, 2), small),
         "values": ((rows, CAPACITY), torch.float32),
+        "owners": ((rows, CAPACITY), small),
+        "kept": ((rows, num_blocks), whole),
         "cuts": ((rows,), small),
     }
 

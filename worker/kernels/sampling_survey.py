@@ -28,33 +28,38 @@ from worker.kernels.sampling_rows import (
     key_value,
     mass_of,
 )
-from worker.kernels.sampling_scratch import BINS, TOP_LANES
+from worker.kernels.sampling_scratch import BINS, FINE_BINS, TOP_LANES
 
 _TOP_LANES = tl.constexpr(TOP_LANES)
 _BINS = tl.constexpr(BINS)
-_FINE_DEPTH = tl.constexpr(16.0)
+_FINE_BINS = tl.constexpr(FINE_BINS)
+_NEAR = tl.constexpr(12.0)
 """Down to here, in factors of two, bins are narrow: that is where cuts through many likely tokens lie."""
-_FINE = tl.constexpr(50.0)
+_PER_NEAR = tl.constexpr(6.0)
 """Bins to a factor of two above it."""
-_NUM_FINE = tl.constexpr(800)
-_COARSE = tl.constexpr(9.0)
+_NUM_NEAR = tl.constexpr(72)
+_PER_FAR = tl.constexpr(1.95)
 """The same below it."""
 
 
 @triton.jit
-def bin_of(exponent: tl.tensor) -> tl.tensor:
+def depth_of(exponent: tl.tensor) -> tl.tensor:
+    """Factors of two below the likeliest token."""
+    return -tl.maximum(exponent, -63.0)
+
+
+@triton.jit
+def bin_of(depth: tl.tensor) -> tl.tensor:
     """Never falls as the logit falls."""
-    depth = -tl.maximum(exponent, -63.0)
-    place = tl.where(depth < _FINE_DEPTH, depth * _FINE, (depth - _FINE_DEPTH) * _COARSE + _NUM_FINE)
+    place = tl.where(depth < _NEAR, depth * _PER_NEAR, (depth - _NEAR) * _PER_FAR + _NUM_NEAR)
     return tl.minimum(place.to(tl.int32), _BINS - 1)
 
 
 @triton.jit
 def bin_edge(number: tl.tensor) -> tl.tensor:
-    """The exponent at the upper end of a bin."""
+    """The depth at which a bin begins."""
     place = number.to(tl.float32)
-    depth = tl.where(place < _NUM_FINE, place / _FINE, (place - _NUM_FINE) / _COARSE + _FINE_DEPTH)
-    return -depth
+    return tl.where(place < _NUM_NEAR, place / _PER_NEAR, (place - _NUM_NEAR) / _PER_FAR + _NEAR)
 
 
 @triton.jit
@@ -72,15 +77,16 @@ def survey(
     best: tl.tensor,
     own_mass: tl.tensor,
     top: tl.tensor,
-    histogram: tl.tensor,
-    listed: tl.tensor,
+    coarse: tl.tensor,
+    fine: tl.tensor,
     above: tl.tensor,
+    listed: tl.tensor,
     vocab: tl.tensor,
     num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Of each block: the best key after edits; the mass and the likeliest tokens before them. Empties the histogram."""
+    """Of each block: the best key after edits; the mass and the likeliest tokens before them. Empties the histograms."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if PDL:
@@ -88,9 +94,10 @@ def survey(
     seat = tl.load(places + row * PLACES + SEAT)
     needs = tl.load(whole + seat * WHOLE).to(tl.int32)
     if (needs & CUT) != 0 and block == 0:
-        tl.store(histogram + row * _BINS + tl.arange(0, _BINS), tl.zeros((_BINS,), tl.int32))
-        tl.store(listed + row, 0)
-        tl.store(above + row, tl.zeros((), tl.int64))
+        tl.store(coarse + row * _BINS + tl.arange(0, _BINS), tl.zeros((_BINS,), tl.int32))
+        tl.store(fine + row * _FINE_BINS + tl.arange(0, _FINE_BINS), tl.zeros((_FINE_BINS,), tl.int32))
+        tl.store(above + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+        tl.store(listed + row * 2, 0)
     if (needs & (EDITS | LOGPROBS)) == 0:
         return
     line = logits + tl.load(places + row * PLACES) * vocab
@@ -129,7 +136,7 @@ def weigh(
     last_tokens: tl.tensor,
     best: tl.tensor,
     masses: tl.tensor,
-    histogram: tl.tensor,
+    coarse: tl.tensor,
     vocab: tl.tensor,
     num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
@@ -158,9 +165,8 @@ def weigh(
     exponent = (value - likeliest) * tl.load(real + seat * REAL + SCALE)
     mass = tl.where(live, mass_of(exponent), 0)
     if (needs & CUT) != 0:
-        found = tl.histogram(bin_of(exponent), _BINS, mask=live)
-        bins = tl.arange(0, _BINS)
-        tl.atomic_add(histogram + row * _BINS + bins, found, mask=found > 0, sem="relaxed")
+        found = tl.histogram(bin_of(depth_of(exponent)), _BINS, mask=live)
+        tl.atomic_add(coarse + row * _BINS + tl.arange(0, _BINS), found, mask=found > 0, sem="relaxed")
     elif (needs & MIN_P) != 0:
         mass = tl.where(exponent >= tl.load(real + seat * REAL + LEAST_P), mass, 0)
     tl.store(masses + row * num_blocks + block, tl.sum(mass, axis=0))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.graphs.key import GraphKey
-from worker.graphs.plan import at_least_as_large, enumerate_keys, plan_captures, size_by_shape
+from worker.graphs.plan import MAX_KEYS, at_least_as_large, enumerate_keys, plan_captures, size_by_shape
 
 TIERS = (256, 1024, 4096, 8192)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -40,13 +40,13 @@ def test_small_shapes_come_before_large_ones_in_every_tier() -> None:
         assert buckets == sorted(buckets)
 
 
-def test_more_than_eighty_keys_lose_middle_buckets_of_long_tiers_first() -> None:
+def test_keys_past_the_limit_lose_middle_buckets_of_long_tiers_first() -> None:
     keys = enumerate_keys(tiers=TIERS, decode_buckets=DECODE, prefill_buckets=PREFILL, variants=("greedy", "sample"))
     plan = plan_captures(keys)
-    assert len(plan.keys) == 80
-    assert len(plan.dropped) == len(keys) - 80
+    assert len(plan.keys) == MAX_KEYS
+    assert len(plan.dropped) == len(keys) - MAX_KEYS
     assert {dropped.key.tier for dropped in plan.dropped[:20]} == {8192}
-    assert all("80" in dropped.reason for dropped in plan.dropped)
+    assert all(str(MAX_KEYS) in dropped.reason for dropped in plan.dropped)
     for tier in TIERS:
         for phase, buckets in (("decode", DECODE), ("prefill", PREFILL)):
             kept = {key.bucket for key in plan.keys if key.tier == tier and key.phase == phase}

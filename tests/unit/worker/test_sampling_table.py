@@ -7,7 +7,7 @@ import torch
 
 from tests.fakes.sampled_rows import EOS, sequence
 from worker.sampling import SamplingParams
-from worker.sampling_table import NUM_PLACES, Need, Place, SampledRow, SamplingTable, Whole, needs_of
+from worker.sampling_table import NUM_PLACES, Need, Place, SampledRow, SamplingTable, Whole, needs_of, row_of
 from worker.sequence import Sequence, SequenceState
 
 VOCAB = 70
@@ -19,7 +19,7 @@ def table(max_rows: int = 3) -> SamplingTable:
 
 
 def rows(*sequences: Sequence) -> tuple[SampledRow, ...]:
-    return tuple(SampledRow(one, row, row) for row, one in enumerate(sequences))
+    return tuple(row_of(one, row, row) for row, one in enumerate(sequences))
 
 
 def step(subject: SamplingTable, *sequences: Sequence, bucket: int = 3) -> None:
