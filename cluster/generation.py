@@ -21,6 +21,7 @@ from cluster.criticality import criticality_of, use_criticality
 from cluster.delivered import Delivered
 from cluster.errors import AnswerTooLarge, DuplicateRequest, PoisonedRequest, SlowReader, TooManyStreams
 from cluster.security.tenancy import Tenancy
+from cluster.tracing import trace_parent_of, use_trace_parent
 from protos import generation_pb2, generation_pb2_grpc
 from worker.errors import DeadlineExceeded, InvalidRequest
 
@@ -187,6 +188,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if self._tenancy is not None:
             self._tenancy.check_criticality(criticality)
         use_criticality(criticality)
+        use_trace_parent(trace_parent_of(context.invocation_metadata()))
         if not request.sampling.HasField("seed"):
             request.sampling.seed = self._draw_seed()
         if self._tenancy is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.config import ReplicaConfig, join_address, split_address
+from cluster.tracing import configure_tracing
 from worker.config import WorkerConfig
 
 NODE_ADDRESS = "node-address"
@@ -23,6 +24,7 @@ class ServedReplica:
         from cluster.replica_process import ReplicaProcess
 
         self._drain_timeout_s = drain_timeout_s
+        configure_tracing("graphpool-replica")
         self._process = await ReplicaProcess.open(worker, placed(config))
 
     async def check_health(self) -> None:

@@ -60,7 +60,13 @@ def run_until_stopped(service: Callable[[], Coroutine[Any, Any, None]]) -> None:
     refuse_core_dumps()
     log_to_stderr()
     with one_sentence_errors():
-        asyncio.run(_guarded(service()))
+        from cluster.tracing import configure_tracing
+
+        flush_traces = configure_tracing("graphpool")
+        try:
+            asyncio.run(_guarded(service()))
+        finally:
+            flush_traces()
 
 
 async def _guarded(service: Coroutine[Any, Any, None]) -> None:

@@ -25,6 +25,7 @@ from cluster.replica.flush import FlushPolicy
 from cluster.replica.lifecycle import Lifecycle, State
 from cluster.replica.live_request import NOTHING, LiveRequest, Origin, Outbox
 from cluster.replica.text import Texts
+from cluster.tracing import current_trace_parent, record_stages
 from protos import control_pb2, generation_pb2
 from worker.errors import (
     DeadlineExceeded,
@@ -120,6 +121,7 @@ class EngineBackend:
             outbox=outbox,
             times=times,
         )
+        live.trace_parent = current_trace_parent()
         work = GenerateRequest(
             request_id=engine_id,
             prompt_token_ids=prompt,
@@ -157,6 +159,8 @@ class EngineBackend:
         """Forget a request; if it is still running, it ends here."""
         if live in self._open:
             self.metrics.ended(_code(live), live.timings)
+            if live.timings is not None:
+                record_stages(live.trace_parent, live.timings, replica=self.name, num_tokens=live.num_completion_tokens)
         if self._running.pop(live.engine_id, None) is not None and not live.has_ended:
             self.engine.cancel(live.engine_id)
         self._open.discard(live)

@@ -58,6 +58,7 @@ class LiveRequest:
         "pending_bytes",
         "request_id",
         "times",
+        "trace_parent",
     )
 
     def __init__(
@@ -76,6 +77,8 @@ class LiveRequest:
         self.origin = origin
         self.outbox = outbox
         self.times = times or AnswerTimes()
+        self.trace_parent = ""
+        """The span its stages belong to."""
         self.error: Exception | None = None
         self.is_urgent = False
         """A first token, the end of a choice or an error is waiting to be sent."""
@@ -91,6 +94,11 @@ class LiveRequest:
         self._prompt_tokens = num_prompt
         self._cached_tokens = 0
         self._completion_tokens = origin.delivered.num_tokens
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens of the whole answer so far, with those delivered before."""
+        return self._completion_tokens
 
     @property
     def has_ended(self) -> bool:

@@ -73,9 +73,7 @@ class ReplicaServer:
         self._started_s = time.monotonic()
         self._incarnation = create_incarnation()
         self._lifecycle = Lifecycle()
-        self._texts = Texts(
-            text, engine.info, inline_bytes=config.inline_text_bytes, timeout_s=config.text_timeout_s
-        )
+        self._texts = Texts(text, engine.info, inline_bytes=config.inline_text_bytes, timeout_s=config.text_timeout_s)
         self._backend = EngineBackend(
             engine,
             self._texts,

@@ -18,6 +18,7 @@ from cluster.delivered import Delivered
 from cluster.errors import MalformedMessage, SlowReader
 from cluster.replica.engine_backend import EngineBackend
 from cluster.replica.live_request import LiveRequest, Origin
+from cluster.tracing import use_trace_parent
 from protos import replica_pb2
 from worker.request import Phase
 
@@ -166,6 +167,7 @@ class AttachSession:
         stream_id = submit.stream_id
         request = submit.generate if submit.WhichOneof("request") == "generate" else submit.chat
         use_criticality(criticality_from_proto(submit.criticality))
+        use_trace_parent(submit.trace_parent)
         try:
             delivered = Delivered.from_proto(submit.delivered, submit.next_sequence)
             trial_tokens = max(submit.trial_tokens, MIN_TRIAL_TOKENS) if submit.is_trial else 0

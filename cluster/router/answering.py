@@ -6,6 +6,7 @@ import time
 
 from cluster.delivered import Delivered
 from cluster.router.stream import LinkStream
+from cluster.tracing import RequestTrace
 from protos import generation_pb2, replica_pb2
 from worker.errors import DeadlineExceeded
 
@@ -28,11 +29,15 @@ class Answering:
         "num_placements",
         "num_stalled_trials",
         "refused",
+        "trace",
         "trial_tokens",
     )
 
-    def __init__(self, timeout_s: float | None, delivered: Delivered | None = None) -> None:
+    def __init__(
+        self, timeout_s: float | None, delivered: Delivered | None = None, trace: RequestTrace | None = None
+    ) -> None:
         self.delivered = delivered or Delivered()
+        self.trace = trace
         self.has_started = False
         """Whether a piece of the answer has gone to the client from here."""
         self.is_taken_on = bool(self.delivered.next_sequence)

@@ -24,6 +24,7 @@ from cluster.router.policies import Policy
 from cluster.router.quarantine import Quarantine
 from cluster.router.resuming import Resuming
 from cluster.router.vitals import BREAKERS
+from cluster.tracing import RequestTrace
 from protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from worker.errors import DeadlineExceeded, Draining, RequestAborted
 from worker.request import Criticality
@@ -100,12 +101,14 @@ class Pool:
         self._quarantine.check(request)
         if delivered is None or not delivered.next_sequence:  # what was begun elsewhere was taken on there
             self._admit(request, timeout_s)
-        answering = self._answering[request.request_id] = Answering(timeout_s, delivered)
+        trace = RequestTrace(request.request_id, request.model)
+        answering = self._answering[request.request_id] = Answering(timeout_s, delivered, trace)
         self._idle.clear()
         try:
-            async with contextlib.aclosing(self._resuming.answer(request, answering)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            with trace:
+                async with contextlib.aclosing(self._resuming.answer(request, answering)) as pieces:
+                    async for piece in pieces:
+                        yield piece
             self._admission.note_answer(answering.delivered.num_tokens // max(request.sampling.n, 1))
         finally:
             del self._answering[request.request_id]

@@ -102,6 +102,8 @@ class Resuming:
     def _place(self, link: Link, request: AnyRequest, answering: Answering) -> LinkStream:
         prompt_cost, answer_cost = cost_of(request, link, answering)
         submit = answering.submit()
+        if answering.trace is not None:
+            submit.trace_parent = answering.trace.place(link.name, answering.num_placements)
         stream = link.open(
             request,
             attempt=answering.num_placements,
