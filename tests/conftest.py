@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+from hypothesis import settings
+
 # Read by gRPC when it is imported, and any test may import it before one starts Ray: its fork handlers hang Ray's daemons.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # Read by Triton when it is imported: without a GPU its kernels run in its interpreter.
@@ -15,3 +17,7 @@ if not Path("/dev/nvidiactl").exists():
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+# How long an example takes says more of what else the machine is doing.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
