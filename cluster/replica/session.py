@@ -129,6 +129,7 @@ class AttachSession:
             frame, ended = self._next_frame()
             self._writing_since_s = time.monotonic()
             self._written = asyncio.ensure_future(context.write(frame))
+            self._written.add_done_callback(_note_failure)
             # A write goes on in gRPC when its task is cancelled, and no status can be sent before it has ended.
             try:
                 await asyncio.shield(self._written)
@@ -269,6 +270,12 @@ class AttachSession:
             self._backend.close(live)
         for stream_id in tuple(self._unseen):
             self._note_seen(stream_id)
+
+
+def _note_failure(written: asyncio.Future[None]) -> None:
+    """That a write failed is known from the end of the stream; asyncio would complain if nobody asked."""
+    if not written.cancelled():
+        written.exception()
 
 
 async def _next_frame_of(context: Context) -> replica_pb2.RouterFrame | None:
