@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.autoscale.config import ScalingConfig
-from cluster.config import ReplicaConfig, from_mapping
+from cluster.config import ReplicaConfig, from_mapping, join_address, split_address
 from worker.config import MAX_CPU_THREADS, WorkerConfig
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 APP_NAME = "graphpool"
 DEPLOYMENT_NAME = "replica"
 SERVE_LOGGING = {"log_level": "ERROR", "enable_access_log": False}
+HEAD_ADDRESS = "head-address"
+"""As the host of one of `routers`: the address of the cluster's head, which nobody knows before the cloud gives it one."""
 STOP_MARGIN_S = 5.0
 """What Serve waits beyond the drain before it kills a replica."""
 
@@ -80,6 +82,7 @@ def build_app(config: PoolConfig) -> Application:
 
     from cluster.served_replica import ServedReplica
 
+    config = replace(config, replica=with_router_addresses(config.replica))
     deployment = serve.deployment(
         ServedReplica,
         name=DEPLOYMENT_NAME,
@@ -94,6 +97,22 @@ def build_app(config: PoolConfig) -> Application:
         max_constructor_retry_count=config.max_start_attempts,
     )
     return deployment.bind(config.worker, config.replica, config.drain_timeout_s)
+
+
+def with_router_addresses(replica: ReplicaConfig) -> ReplicaConfig:
+    """The same with the head's address in place of its name. Needs a connection to Ray only where the name is used."""
+    if not any(split_address("routers", router)[0] == HEAD_ADDRESS for router in replica.routers):
+        return replica
+    import ray
+
+    gcs_address = ray.get_runtime_context().gcs_address
+    return replace(replica, routers=tuple(router_address(router, gcs_address) for router in replica.routers))
+
+
+def router_address(router: str, gcs_address: str) -> str:
+    """Where the router is, once the address of the head's GCS is known."""
+    host, port = split_address("routers", router)
+    return join_address(split_address("gcs_address", gcs_address)[0], port) if host == HEAD_ADDRESS else router
 
 
 def replicas_of(config: PoolConfig) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from worker.config import WorkerConfig
 
 NODE_ADDRESS = "node-address"
 """As `advertise`: the address of the node that the replica is placed on."""
-HEAD_ADDRESS = "head-address"
-"""As the host of one of `routers`: the address of the cluster's head, which nobody knows before the cloud gives it one."""
 
 
 class ServedReplica:
@@ -47,7 +45,6 @@ def placed(config: ReplicaConfig) -> ReplicaConfig:
         config,
         name=config.name or place_name(context.app_name, rank.rank),
         advertise=ray.util.get_node_ip_address() if config.advertise == NODE_ADDRESS else config.advertise,
-        routers=tuple(router_address(router, ray.get_runtime_context().gcs_address) for router in config.routers),
         metrics_listen=metrics_address(config.metrics_listen, rank.local_rank),
     )
 
@@ -58,12 +55,6 @@ def metrics_address(first: str, local_rank: int) -> str:
         return ""
     host, port = split_address("metrics_listen", first)
     return join_address(host, port + local_rank if port else 0)
-
-
-def router_address(router: str, gcs_address: str) -> str:
-    """Where the router is, once the address of the head's GCS is known."""
-    host, port = split_address("routers", router)
-    return join_address(split_address("gcs_address", gcs_address)[0], port) if host == HEAD_ADDRESS else router
 
 
 def place_name(app_name: str, rank: int) -> str:
