@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
-
-from hypothesis import settings
 
 # Read by gRPC when it is imported, and any test may import it before one starts Ray: its fork handlers hang Ray's daemons.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -18,6 +17,9 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# How long an example takes says more of what else the machine is doing.
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
+# How long an example takes says more of what else the machine is doing. A machine with a GPU may lack the package.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("unhurried", deadline=None)
+    settings.load_profile("unhurried")
