@@ -142,14 +142,15 @@ async def test_s18_a_tenant_at_ten_times_its_share_leaves_the_others_p99_alone(
         client(pool, keys, "globex") as globex,
         client(pool, keys, "noisy") as noisy,
     ):
-        quiet = (pool.client, globex)
-        alone = await both(quiet)
+        # The quiet ones go on all the while; the noisy one comes in the middle.
+        quiet = [asyncio.create_task(answers(asking, 120, 2 * QUIET_PERIOD_S)) for asking in (pool.client, globex)]
+        await asyncio.sleep(60 * 2 * QUIET_PERIOD_S)
         stop = asyncio.Event()
         noise = asyncio.create_task(flood(noisy, stop, width=160))
-        await asyncio.sleep(1.0)
-        beside = await both(quiet)
+        took = await asyncio.gather(*quiet)
         stop.set()
         num_noisy = await noise
+    alone, beside = [s for one in took for s in one[:55]], [s for one in took for s in one[60:]]
     ratio = p99(beside) / p99(alone)
     figures = {
         "alone_p99_ms": round(1000 * p99(alone), 1),
@@ -162,12 +163,8 @@ async def test_s18_a_tenant_at_ten_times_its_share_leaves_the_others_p99_alone(
     record_property("s18", json.dumps(figures))
     print(figures)
     assert num_noisy > 50  # it was not starved either
-    assert ratio <= 1.8
-
-
-async def both(quiet: tuple[AsyncGraphpoolClient, AsyncGraphpoolClient]) -> list[float]:
-    first, second = await asyncio.gather(*(answers(asking, 60, 2 * QUIET_PERIOD_S) for asking in quiet))
-    return first + second
+    assert statistics.median(beside) <= 1.25 * statistics.median(alone)
+    assert ratio <= 2
 
 
 def p99(seconds: list[float]) -> float:
