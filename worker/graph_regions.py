@@ -96,6 +96,7 @@ class GraphRegions:
         return self._region(run, inputs, draw)
 
     def _sample(self, key: GraphKey) -> CaptureRegion:
+        self.sampling.prepare()
         table, needs = self.sampling.table, DRAW_NEEDS if key.variant == DRAW else ALL_NEEDS
         views = table.views(key.bucket)
 

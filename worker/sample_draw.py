@@ -10,7 +10,7 @@ import torch
 from worker.graphs.key import GraphKey
 from worker.request import GenerateRequest
 from worker.sampling import SamplingParams
-from worker.sampling_table import Need, SamplingTable, row_of
+from worker.sampling_table import Need, SampledRow, SamplingTable, row_of
 from worker.sequence import Sequence
 
 CHECKED_ROWS = 32
@@ -44,7 +44,7 @@ class SampleDraw:
         self.table.last_tokens[:valid].copy_(drawn.argmax(dim=-1))
         self.table.forget()
         kinds = itertools.cycle(_KINDS)
-        rows = []
+        rows: list[SampledRow] = []
         while len(rows) < valid:
             made = row_of(self._sequence(next(kinds), len(rows), generator), len(rows), len(rows))
             if not made.needs & ~self.needs:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Collection
+from functools import cached_property
 
 import torch
 
@@ -10,10 +12,11 @@ from worker.batch import Batch
 from worker.inputs import MAX_PACKED
 from worker.kernels.device import has_triton
 from worker.sampler import Sampled, sample
-from worker.sampling_table import Need, SampledRow, SamplingTable, SamplingViews, needs_of_all, row_of
+from worker.sampling_check import Sample, agrees
+from worker.sampling_table import Need, SampledRow, SamplingTable, needs_of_all, row_of
 from worker.step_kernels import StepKernels, TorchKernels
 
-Sample = Callable[[torch.Tensor, SamplingViews, Need], Sampled]
+log = logging.getLogger(__name__)
 
 
 class SamplingStage:
@@ -34,7 +37,23 @@ class SamplingStage:
         self.table = SamplingTable(
             max_rows=max_rows, vocab_size=vocab_size, eos_token_ids=eos_token_ids, last_tokens=last_tokens
         )
-        self._fused = _fused_sample(kernels, last_tokens.device)
+        self._may_fuse = _may_fuse(kernels, last_tokens.device)
+
+    @cached_property
+    def _fused(self) -> Sample | None:
+        """The fused stage, once it has been found to do what the plain one does; or None."""
+        if not self._may_fuse:
+            return None
+        from worker.kernels.sample import sample as fused  # triton takes a second to import
+
+        if agrees(fused, self.table.vocab_size, self.table.last_tokens.device):
+            return fused
+        log.error("the fused sampling stage disagrees with the plain one, which takes its place")
+        return None
+
+    def prepare(self) -> None:
+        """Settle which stage is used: that cannot be found out while a graph is recorded."""
+        _ = self._fused
 
     def rows_of(self, batch: Batch) -> tuple[SampledRow, ...]:
         """The rows of `batch` that it serves. The tokens of a prefill lie past those of decode rows, see DecodeInputs."""
@@ -57,9 +76,5 @@ class SamplingStage:
         return sample(logits, views, needs) if self._fused is None else self._fused(logits, views, needs)
 
 
-def _fused_sample(kernels: StepKernels, device: torch.device) -> Sample | None:
-    if type(kernels) is TorchKernels or device.type != "cuda" or not has_triton():
-        return None
-    from worker.kernels.sample import sample as fused  # triton takes a second to import
-
-    return fused
+def _may_fuse(kernels: StepKernels, device: torch.device) -> bool:
+    return type(kernels) is not TorchKernels and device.type == "cuda" and has_triton()
