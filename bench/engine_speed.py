@@ -26,6 +26,7 @@ from bench.engine_runs import (
     cancel_all,
     decode_step_ms,
     decoding_rows,
+    first_agreement,
     hardware,
     parser,
     prompt,
@@ -164,7 +165,9 @@ def measure(worker: Worker, results: Results, model: str, batches: list[int], de
     prompts = [prompt(PROMPT if fast else 8, row, engine.info.vocab_size) for row in range(4)]
     ours = answers(engine, prompts, 16)
     with worker.eager():
-        results.correctness["tokens_equal_to_eager"] = agreement(ours, answers(engine, prompts, 16))
+        theirs = answers(engine, prompts, 16)
+    results.correctness["first_tokens_equal_to_eager"] = first_agreement(ours, theirs)
+    results.correctness["tokens_equal_to_eager"] = agreement(ours, theirs)
     for batch in batches:
         add(
             "decode_step_ms",

@@ -104,23 +104,48 @@ def graph_vs_eager(document: Document) -> str:
 
 
 def replica_grpc(document: Document) -> str:
-    """What a client sees: one line for each batch, then first tokens and start-up."""
-    values = {(row["metric"], row.get("batch"), row.get("context")): row for row in document["rows"]}
-    batches = sorted({row["batch"] for row in document["rows"] if row["metric"] == "decode_step_ms"})
+    """What a client sees, of a replica itself and through a router: one line for each batch; then start-up."""
+    rows = document["rows"]
+    ways = list(dict.fromkeys(row["note"] for row in rows if "note" in row))
+    values = {(row["metric"], row.get("batch"), row.get("context"), row.get("note")): row for row in rows}
+    batches = sorted({row["batch"] for row in rows if row["metric"] == "decode_step_ms"})
+    metrics = ("decode_step_ms", "tokens_per_s", "burst_ttft_ms")
     body = [
-        [str(batch), *(_value(values.get((metric, batch, 128))) for metric in ("decode_step_ms", "tokens_per_s"))]
+        [str(batch), *(_value(values.get((metric, batch, 128, way))) for way in ways for metric in metrics)]
         for batch in batches
     ]
-    others = [
-        f"first token of {row['context']}: {_shown(row['value'])} ms"
-        for row in document["rows"]
+    titles = [f"{name}, {way}" for way in ways for name in ("ms a token", "tokens/s", "first tokens, ms")]
+    firsts = [
+        f"first token of {row['context']} by itself, {row['note']}: {_shown(row['value'])} ms"
+        for row in rows
         if row["metric"] == "ttft_ms"
-    ] + [
+    ]
+    starts = [
         f"{row['metric'].replace('_', ' ').removesuffix(' s')}: {_shown(row['value'])} s"
-        for row in document["rows"]
+        for row in rows
         if row["unit"] == "s"
     ]
-    return f"{markdown(['streams', 'ms a token', 'tokens/s'], body, numbers=2)}\n\n{'; '.join(others)}."
+    return f"{markdown(['streams', *titles], body, numbers=len(titles))}\n\n{'; '.join([*firsts, *starts])}."
+
+
+def engine_speed(document: Document) -> str:
+    """One line for each batch; then what has no batch of its own."""
+    rows = document["rows"]
+    values = {(row["metric"], row["batch"]): row for row in rows}
+    batches = sorted({row["batch"] for row in rows if row["metric"] == "decode_step_ms"})
+    metrics = ("decode_step_ms", "host_step_ms", "tokens_per_s", "idle_share")
+    body = [[str(batch), *(_value(values.get((metric, batch))) for metric in metrics)] for batch in batches]
+    table = markdown(
+        ["rows", "step, ms", "of it the host, ms", "tokens/s of a burst", "GPU idle"], body, numbers=len(metrics)
+    )
+    others = [
+        f"{row['metric'].replace('_', ' ').removesuffix(' ms')}"
+        + (f" of {row['context']} tokens" if "context" in row else f", {row['batch']} rows {row['note']}")
+        + f": {_shown(row['value'])} ms"
+        for row in rows
+        if row["metric"].startswith(("ttft", "token_gap"))
+    ]
+    return f"{table}\n\n{'; '.join(others)}."
 
 
 def _side_by_side(document: Document, metric: str, second: str, scopes: dict[str, str]) -> str:
@@ -269,6 +294,7 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "graph_keys": graph_keys,
     "graph_vs_eager": graph_vs_eager,
     "replica_grpc": replica_grpc,
+    "engine_speed": engine_speed,
     "graph_ordering": ratios,
     "graph_seeds": ratios,
     "graph_update": graph_update,
