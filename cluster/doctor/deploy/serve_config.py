@@ -30,6 +30,7 @@ def serve_findings(document: Document, step_ms: float | None = None) -> Iterator
             continue
         yield from _arguments(document, (*path, "args"))
         yield from _gpu_share(document, (*path, "args"))
+        yield from _scaling(document, (*path, "args"), len(document.items("applications")))
         yield from _limits(document, (*path, "args"))
         yield from _drain(document, (*path, "args"), step_ms)
         yield from _replica(document, (*path, "args"))
@@ -43,8 +44,8 @@ def replica_gpus(document: Document) -> Iterator[tuple[Path, float, int]]:
         if isinstance(application, dict) and application.get("import_path") == OUR_IMPORT:
             values = document.mapping(*path)
             gpus = values.get("num_gpus", 0 if document.get(*path, "worker", "device") == "cpu" else 1)
-            autoscaling = values.get("autoscaling")
-            count = autoscaling.get("max_replicas") if isinstance(autoscaling, dict) else values.get("num_replicas", 1)
+            scaling = values.get("scaling")
+            count = scaling.get("max_replicas", 8) if isinstance(scaling, dict) else values.get("num_replicas", 1)
             if isinstance(gpus, (int, float)) and isinstance(count, int):
                 yield (*path, "num_gpus"), float(gpus), count
 
@@ -151,6 +152,20 @@ def _fraction(document: Document, path: Path, gpus: float) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _scaling(document: Document, path: Path, num_applications: int) -> Iterator[Finding]:
+    if not document.get(*path, "scaling"):
+        return
+    if "num_replicas" in document.mapping(*path):
+        yield document.find(
+            "warn", (*path, "num_replicas"), "with `scaling`, the number does not count", "leave num_replicas out"
+        )
+    if num_applications > 1 and not document.get(*path, "model_name"):
+        yield document.find(
+            "fail", (*path, "scaling"), "several models share the routers, and the load of all of them would scale this one",
+            "model_name: the model as `graphpool status` shows it",
+        )  # fmt: skip
+
+
 def _limits(document: Document, path: Path) -> Iterator[Finding]:
     worker = document.mapping(*path, "worker")
     if worker.get("max_model_len") is None and worker.get("tiers") is None:
@@ -202,8 +217,8 @@ def _replica_names(document: Document, path: Path, names: dict[str, int]) -> Ite
     name = document.get(*path, "replica", "name")
     if not name:
         return
-    count = document.get(*path, "num_replicas", default=1)
-    if count != 1 or name in names:
+    is_one = document.get(*path, "num_replicas", default=1) == 1 and not document.get(*path, "scaling")
+    if not is_one or name in names:
         yield document.find(
             "fail",
             (*path, "replica", "name"),

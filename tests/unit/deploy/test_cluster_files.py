@@ -160,7 +160,7 @@ def test_replicas_are_held_against_the_nodes_of_another_file(tmp_path: Path) -> 
 
 def test_more_replicas_than_all_nodes_together_have_gpus_for_is_a_mistake(tmp_path: Path) -> None:
     values = yaml.safe_load((ROOT / "deploy/serve/pool.yaml").read_text())
-    values["applications"][0]["args"]["num_replicas"] = 5
+    values["applications"][0]["args"]["scaling"]["max_replicas"] = 5
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump(values))
     findings = check_deployment([AWS, tmp_path / "pool.yaml"])
     assert [one for one in findings if "5 GPUs together, but the nodes have 4 at most" in one.detail]

@@ -62,6 +62,8 @@ MISTAKES = [
     (part("replica", name="gpu"), "name: gpu", "several replicas would be called 'gpu'", "leave name out"),
     (application(import_pat="x"), "import_pat: x", "pass over it in silence", "import_path"),
     (application(name=3), "name: 3", "refuses", "reference"),
+    (both(lambda v: v["applications"].append({**v["applications"][0], "name": "two"})), "scaling:", "load of all of them", "model_name"),
+    (args(scaling={"min_replicas": 5, "max_replicas": 2}), "min_replicas: 5", "min_replicas is 5", "message"),
     (part("worker", api_key="0123456789abcdef"), "api_key", "plain text", "Kubernetes Secret"),
 ]  # fmt: skip
 
@@ -84,6 +86,7 @@ def test_a_mistake_is_explained_where_it_is(
         (lambda v: v["applications"][0]["args"]["worker"].pop("max_model_len"), "no max_model_len"),
         (lambda v: v["applications"][0]["args"]["worker"].pop("max_batch"), "no max_batch"),
         (part("replica", insecure=True), "in the clear"),
+        (args(num_replicas=3), "the number does not count"),
         (part("worker", device="cpu"), "hold GPUs that they do not use"),
         (lambda v: v.update(http_options={"host": "0.0.0.0"}), "Serve's proxies"),
     ],
