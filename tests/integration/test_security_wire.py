@@ -8,6 +8,8 @@ import math
 import resource
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +17,7 @@ import pytest
 
 from cluster import transport
 from cluster.config import MESSAGE_BYTES
+from cluster.security import http
 from protos import generation_pb2 as pb
 from tests.fakes.raw_http2 import (
     CONTINUATION,
@@ -30,8 +33,10 @@ from tests.fakes.raw_http2 import (
     literal,
     message,
 )
+from tests.fakes.scrape import fetch
 from tests.fakes.script_engine import VOCAB_SIZE, ScriptKnobs
-from tests.fakes.script_pool import ScriptPool, script_pool
+from tests.fakes.script_pool import FAST, ScriptPool, script_pool
+from tests.fakes.secured import secured, secured_pool
 from tests.fakes.waiting import until
 
 GENERATE = "/graphpool.v1.GenerationService/Generate"
@@ -362,3 +367,35 @@ async def until_answered(pool: ScriptPool) -> None:
             return
         await asyncio.sleep(0.1)
     raise AssertionError("no new connection was taken")
+
+
+async def test_s13_a_tls_handshake_that_is_never_finished_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "HANDSHAKE_TIMEOUT_S", 1)
+    async with secured_pool(secured(tmp_path, acme={}), tls=True) as pool:
+        silent = [await RawConnection.open(pool.router.address, preface=False) for _ in range(20)]
+        half = await RawConnection.open(pool.router.address, preface=False)
+        await half.send(b"\x16\x03\x01\x02\x00\x01")  # the first bytes of a ClientHello
+        plain = await RawConnection.open(pool.router.address)
+        assert all(await asyncio.gather(*(one.closed_within(15) for one in (*silent, half, plain))))
+        await still_answers(pool)
+
+
+async def test_s13_callers_of_the_metrics_that_send_nothing_or_too_slowly_do_not_hold_up_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "IDLE_S", 1.0)
+    monkeypatch.setattr(http._QuietRequest, "timeout", 1.0)
+    async with script_pool(router=replace(FAST, metrics_listen="127.0.0.1:0")) as pool:
+        address = pool.router.metrics_address
+        silent = [await RawConnection.open(address, preface=False) for _ in range(http.MAX_CALLERS - 4)]
+        for connection in silent[:10]:
+            await connection.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
+        assert "graphpool_streams" in await asyncio.to_thread(fetch, address)
+        flood = [await RawConnection.open(address, preface=False) for _ in range(200)]
+        assert all(await asyncio.gather(*(one.closed_within(15) for one in (*silent, *flood))))
+        long = await RawConnection.open(address, preface=False)
+        await long.send(b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n")
+        assert await long.closed_within(15)
+        assert "graphpool_streams" in await asyncio.to_thread(fetch, address)
