@@ -33,6 +33,16 @@ def router(
     policy: admission.Policy = PolicyName.LEAST_TOKENS,
     max_waiting: admission.MaxWaiting = 1024,
     max_wait_s: admission.MaxWaitS = 120.0,
+    wait_for_replica_s: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="How long a request may wait while no replica of its model takes any; a pool that scales to zero needs "
+            "more than a replica takes to start.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = 2.0,
     drain_s: options.DrainS = 30.0,
     tls_cert: security.TlsCert = "",
     tls_key: security.TlsKey = "",
@@ -64,6 +74,7 @@ def router(
             name=name,
             replicas=tuple(replica or ()),
             max_streams=max_streams,
+            wait_for_replica_s=wait_for_replica_s,
             policy=policy.value,
             max_waiting=max_waiting,
             max_wait_s=max_wait_s,
