@@ -76,8 +76,9 @@ class StepMeter:
             prefill_token_ms=1e3 * (self.prefill_token_s or 0.0),
             predicted_ttft_s=predict_ttft_s(
                 num_ahead=waiting,
-                num_free_rows=max_rows - running,
-                max_rows=max_rows,
+                # Whoever waits while rows are free waits for blocks, and so would a newcomer.
+                num_free_rows=0 if waiting and running else max_rows - running,
+                max_rows=running if waiting and running else max_rows,
                 prefill_tokens=waiting_prefill_tokens,
                 prefill_token_s=self.prefill_token_s or 0.0,
                 decode_step_s=self.decode_step_s or 0.0,

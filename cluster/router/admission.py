@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cluster.config import RouterConfig
 from cluster.errors import Overloaded
+from protos import control_pb2
 from worker.forecast import predict_ttft_s
 from worker.request import Criticality
 
@@ -20,6 +21,8 @@ SHARES = {
 """Of the queue, and of the time there is to wait, that each class may use: the lowest is refused first."""
 LEARNING = 0.1
 """Weight of the newest answer in the mean length of answers."""
+MIN_QUEUE_AGE_S = 0.3
+"""What has waited for less may only have come a moment before the report."""
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 5.0
 JITTER = 0.2
 
@@ -58,6 +61,13 @@ class Room:
             decode_step_s=self.step_s,
             answer_tokens=answer_tokens,
         )
+
+
+def rows_of(load: control_pb2.Load) -> int:
+    """Sequences a replica runs at once: those it has rows for, or those it runs while others wait for blocks."""
+    if load.running and load.waiting and load.queue_age_s > MIN_QUEUE_AGE_S:
+        return min(load.running, load.max_rows)
+    return load.max_rows
 
 
 def together(rooms: Sequence[Room], num_waiting: int) -> Room:

@@ -16,7 +16,7 @@ from cluster.codec import AnyRequest
 from cluster.config import RouterConfig
 from cluster.criticality import criticality_to_proto, current_criticality, use_criticality
 from cluster.errors import CanaryFailed, ReplicaLost
-from cluster.router.admission import Room
+from cluster.router.admission import Room, rows_of
 from cluster.router.breaker import BreakerState
 from cluster.router.connection import Connection
 from cluster.router.jitter import Jitter
@@ -138,14 +138,14 @@ class Link:
 
     def has_rows(self, num_sequences: int) -> bool:
         """Whether so many sequences could start now, as far as is known."""
-        return self._num_sequences + self._foreign_sequences + num_sequences <= self.load.max_rows
+        return self._num_sequences + self._foreign_sequences + num_sequences <= rows_of(self.load)
 
     @property
     def room(self) -> Room:
         """For admission."""
         load = self.load
         return Room(
-            max_rows=load.max_rows,
+            max_rows=rows_of(load),
             num_inside=self._num_sequences + self._foreign_sequences,
             prefill_tokens=load.waiting_prefill_tokens + self._prompt_tokens_since,
             prefill_token_s=load.prefill_token_ms / 1000,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.config import RouterConfig
 from cluster.errors import Overloaded
-from cluster.router.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, Demand, Limits, Room, judge, together
+from cluster.router.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, Demand, Limits, Room, judge, rows_of, together
+from protos import control_pb2
 from worker.request import Criticality
 
 SHEDDABLE, PLUS, CRITICAL, TOP = sorted(Criticality)
@@ -155,3 +156,11 @@ def test_replicas_in_front_of_which_requests_wait_are_judged_as_one() -> None:
     both = together([FULL, replace(FULL, num_inside=1, prefill_tokens=10)], 3)
     assert (both.max_rows, both.num_waiting, both.num_free_rows, both.prefill_tokens) == (8, 3, 0, 5)
     assert both.predict_s(1, TOKENS) == pytest.approx(4 * 0.125 + 0.01)
+
+
+def test_rows_nobody_gets_for_lack_of_blocks_are_not_counted() -> None:
+    blocked = control_pb2.Load(max_rows=64, running=5, waiting=3, queue_age_s=2.0)
+    assert rows_of(blocked) == 5
+    fresh = control_pb2.Load(max_rows=64, running=5, waiting=3, queue_age_s=0.1)
+    idle = control_pb2.Load(max_rows=64)
+    assert rows_of(fresh) == rows_of(idle) == 64
