@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from cluster.config import ReplicaConfig
+from cluster.heap import settle_heap
 from cluster.replica.events import EventFanout
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.server import ReplicaServer
@@ -64,6 +65,7 @@ class ReplicaProcess:
         except BaseException:
             await asyncio.to_thread(built.engine.stop)
             raise
+        settle_heap()
         return cls(built.engine, server)
 
     async def close(self, *, grace_s: float) -> None:

@@ -128,8 +128,8 @@ async def _serve(config: LocalPoolConfig) -> None:
     from rich.markup import escape
 
     from cluster.cli.startup import StartupLines
+    from cluster.heap import settle_heap
     from cluster.local_pool import LocalPool
-    from cluster.router.server import settle_heap
 
     with StartupLines() as lines:
         lines.say(f"graphpool serves {escape(config.worker.model)} from {_replicas(config.num_replicas)}")

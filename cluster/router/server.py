@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import secrets
 import time
@@ -41,15 +40,6 @@ from worker.errors import Draining
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
-
-
-def settle_heap() -> None:
-    """Call once a process serves: what is there now stays, and full collections need not look at it.
-
-    They would hold up every stream for more than ten milliseconds, again and again.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 class RouterServer:

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 
 from cluster.cli.logs import log_to_stderr
 from cluster.config import RouterConfig, from_mapping
-from cluster.router.server import RouterServer, settle_heap
+from cluster.heap import settle_heap
+from cluster.router.server import RouterServer
 from tests.fakes.replica_process import ReplicaProcess
 
 
