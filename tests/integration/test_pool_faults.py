@@ -35,7 +35,7 @@ def ids(pieces: list[Answer]) -> tuple[int, ...]:
 async def test_a_request_whose_replica_dies_before_its_first_token_is_answered_by_another() -> None:
     async with script_pool(0) as pool:
         # Two steps are the canary's.
-        doomed = await pool.spawn("doomed", hang_after_steps=2, stall_s=NEVER_S)
+        doomed = await pool.spawn("doomed", hang_after_steps=2, stall_s=NEVER_S, is_preparing=True)
         answer = asyncio.create_task(pool.client.generate(PROMPT, max_tokens=20, seed=3))
         await until(lambda: pool.router.pool.loads()[0].router_streams == 1)
         await pool.spawn("other")

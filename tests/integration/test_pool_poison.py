@@ -23,6 +23,7 @@ from tests.fakes.script_pool import FAST, ScriptPool, script_pool
 POISON = (66, 6)
 PROMPT = (10, 20, 30)
 STEP_S = 0.003
+NEVER_S = 3600.0
 MEASURED = replace(FAST, metrics_listen="127.0.0.1:0")
 
 
@@ -33,7 +34,8 @@ async def pool_of_processes(
     """Replicas that end when they compute POISON."""
     async with script_pool(0, router=router) as pool:
         processes = [
-            await pool.spawn(f"r{place}", {"enable_fault_injection": True}, step_s=STEP_S) for place in range(count)
+            await pool.spawn(f"r{place}", {"enable_fault_injection": True}, step_s=STEP_S, stall_s=NEVER_S)
+            for place in range(count)
         ]
         fault: Any = fault_pb2.PromptFault(prompt_token_ids=POISON, after_tokens=after_tokens)
         for process in processes:
