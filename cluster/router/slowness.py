@@ -32,9 +32,11 @@ class Pace:
 def pace_of(load: control_pb2.Load, before: Pace | None) -> Pace | None:
     """The pace a load report shows; `before` while nothing has changed; None before the first step.
 
-    A step that is under way counts once it has taken longer than the mean: a slow one is seen before it ends.
+    A step under way that takes longer than any was expected to makes the mean look longer by as much: a slow one is
+    seen before it ends. A long prefill is no slowness, since it was expected.
     """
-    step_ms = max(load.step_ms, 0.0 if load.is_preparing else 1000 * load.step_age_s)
+    is_late = 0 < load.predicted_step_s < load.step_age_s and not load.is_preparing
+    step_ms = load.step_ms * (load.step_age_s / load.predicted_step_s if is_late else 1.0)
     if before is not None and load.steps == before.steps and step_ms <= before.step_ms:
         return before
     return Pace(step_ms, max(load.running, 1), load.steps) if step_ms > 0 else before

@@ -78,8 +78,13 @@ def test_a_pace_changes_with_new_steps_or_with_a_step_that_takes_long() -> None:
     first = pace_of(control_pb2.Load(step_ms=5, running=3, steps=10), None)
     assert first == Pace(5, 3, 10)
     assert pace_of(control_pb2.Load(step_ms=5, running=0, steps=10), first) is first
-    assert pace_of(control_pb2.Load(step_ms=5, running=3, steps=10, step_age_s=1.5), first) == Pace(1500, 3, 10)
-    capturing = control_pb2.Load(step_ms=5, running=3, steps=10, step_age_s=1.5, is_preparing=True)
+    late = control_pb2.Load(step_ms=5, running=3, steps=10, step_age_s=1.5, predicted_step_s=0.5)
+    assert pace_of(late, first) == Pace(15, 3, 10)
+    long_prefill = control_pb2.Load(step_ms=5, running=3, steps=10, step_age_s=0.4, predicted_step_s=0.5)
+    assert pace_of(long_prefill, first) is first
+    capturing = control_pb2.Load(
+        step_ms=5, running=3, steps=10, step_age_s=1.5, predicted_step_s=0.5, is_preparing=True
+    )
     assert pace_of(capturing, first) is first
     assert pace_of(control_pb2.Load(), None) is None
     assert DEAD_BAND > 1
