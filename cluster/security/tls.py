@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import logging
+import math
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
 
 from cluster.security.config import ClientSecurity, SecurityConfig
 from cluster.security.watched_file import WatchedFiles
+
+WARN_BEFORE = datetime.timedelta(days=14)
+WARN_PERIOD_S = 12 * 3600.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +29,15 @@ class Pems:
     cert: bytes = b""
     key: bytes = field(default=b"", repr=False)
     ca: bytes = b""
+    ends: datetime.datetime | None = None
+    """When the certificate is over."""
 
 
 def read_pems(cert: str, key: str, ca: str) -> Pems:
     """Raises OSError, or ValueError for a certificate that is over, not yet valid or of another key."""
-    pems = Pems(*(Path(path).read_bytes() if path else b"" for path in (cert, key, ca)))
+    pems = Pems(_content(cert), _content(key), _content(ca))
     if pems.cert:
-        _check_pair(cert, key, pems)
+        pems = replace(pems, ends=_check_pair(cert, key, pems))
     if pems.ca:
         _check_ca(ca, pems.ca)
     return pems
@@ -44,11 +53,15 @@ class ServerCertificates:
             paths, lambda: read_pems(config.tls_cert, config.tls_key, config.tls_ca), clock=clock
         )
         self._served: Pems | None = None
+        self._clock = clock
+        self._warned_s = -math.inf
 
     @property
     def pems(self) -> Pems:
         """What the files hold now; what they held before while they cannot be used."""
-        return self._files.get()
+        pems = self._files.get()
+        self._warn_of_end(pems)
+        return pems
 
     @property
     def num_changes(self) -> int:
@@ -68,6 +81,17 @@ class ServerCertificates:
         """For dialing another server of the pool, with this one's own certificate."""
         pems = self.pems
         return grpc.ssl_channel_credentials(pems.ca or None, pems.key or None, pems.cert or None)
+
+    def _warn_of_end(self, pems: Pems) -> None:
+        """While there is still time, and not at every handshake."""
+        if pems.ends is None or self._clock() - self._warned_s < WARN_PERIOD_S:
+            return
+        left = pems.ends - datetime.datetime.now(datetime.UTC)
+        if left < WARN_BEFORE:
+            self._warned_s = self._clock()
+            log.warning(
+                "%s ends in %.1f days, at %s", self._config.tls_cert, left / datetime.timedelta(days=1), pems.ends
+            )
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         pems = self.pems
@@ -113,7 +137,12 @@ def client_credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pems.ca or None, pems.key or None, pems.cert or None)
 
 
-def _check_pair(cert: str, key: str, pems: Pems) -> None:
+def _content(path: str) -> bytes:
+    return Path(path).read_bytes() if path else b""
+
+
+def _check_pair(cert: str, key: str, pems: Pems) -> datetime.datetime:
+    """When the certificate ends."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
@@ -130,6 +159,7 @@ def _check_pair(cert: str, key: str, pems: Pems) -> None:
         raise ValueError(f"{cert} has expired, at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
     if certificate.not_valid_before_utc > now:
         raise ValueError(f"{cert} is not valid before {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC")
+    return certificate.not_valid_after_utc
 
 
 def _check_ca(path: str, pem: bytes) -> None:

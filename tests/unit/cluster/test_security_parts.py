@@ -22,7 +22,7 @@ from cluster.security.guard import Guard
 from cluster.security.local_secret import LocalSecret
 from cluster.security.secret_file import read_secret, write_secret
 from cluster.security.tenants import add_token, read_tenants, revoke_token
-from cluster.security.tls import read_pems
+from cluster.security.tls import ServerCertificates, read_pems
 from cluster.security.tokens import Credential, bearer, create_token, credential_of, digest, token_id
 from cluster.security.watched_file import WatchedFiles
 from protos import control_pb2, generation_pb2, replica_pb2
@@ -244,6 +244,20 @@ def test_renewal_keeps_names_and_changes_keys(tmp_path: Path) -> None:
     assert old.extensions.get_extension_for_class(kind) == new.extensions.get_extension_for_class(kind)
     assert (before[0] != after[0], before[1] != after[1]) == (True, True)
     read_pems(str(keys.folder / "router.pem"), str(keys.folder / "router-key.pem"), str(keys.folder / "ca.pem"))
+
+
+def test_a_certificate_that_ends_soon_is_told_of_twice_a_day(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = secured(tmp_path)
+    keys.certificates.issue("router", [CertRole.ROUTER], days=13)
+    times = [0.0]
+    soon, later = (ServerCertificates(keys.server(name), clock=lambda: times[0]) for name in ("router", "replica"))
+    for time_s in (0.0, 10.0, 13 * 3600.0):
+        times[0] = time_s
+        assert soon.pems.ends is not None
+        assert later.pems.ends is not None
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert all("router.pem ends in 13.0 days" in line for line in lines)
 
 
 def test_a_reader_never_meets_half_a_file(tmp_path: Path) -> None:
