@@ -84,8 +84,8 @@ def router(
 
 async def _serve(config: RouterConfig, drain_s: float) -> None:
     from cluster.cli.startup import StartupLines
+    from cluster.heap import settle_heap
     from cluster.router.server import RouterServer
-from cluster.heap import settle_heap
 
     server = RouterServer(config)
     with StartupLines() as lines:
