@@ -258,6 +258,20 @@ def by_note(document: Document) -> str:
     return markdown(["", *head], body, numbers=len(units))
 
 
+def sampling(document: Document) -> str:
+    """Steps of each kind of request by batch, and what they take over greedy ones."""
+    steps = {(row["note"], row["batch"]): row["value"] for row in document["rows"] if row["metric"] == "decode_step_ms"}
+    batches = sorted({batch for _, batch in steps})
+    body = []
+    for note in dict.fromkeys(note for note, _ in steps):
+        line = [note]
+        for batch in batches:
+            added = f" (+{(steps[note, batch] - steps['greedy', batch]) * 1e3:.0f})" if note != "greedy" else ""
+            line.append(f"{steps[note, batch] * 1e3:,.0f}{added}")
+        body.append(line)
+    return markdown(["step, us", *(f"batch {batch}" for batch in batches)], body, numbers=len(batches))
+
+
 def markdown(head: Sequence[str], body: Cells, *, numbers: int) -> str:
     """A table whose last `numbers` columns are flush right."""
     left = len(head) - numbers
@@ -301,6 +315,7 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "graph_text": graph_text,
     "graph_plan": graph_plan,
     "decode_limit": decode_limit,
+    "sampling": sampling,
     "chaos_gaps": by_note,
     "chaos_kills": by_note,
     "chaos_model": by_note,

@@ -25,7 +25,7 @@ from worker.causal_lm import CausalLM
 from worker.decode_step import decode_step
 from worker.kernels.sample import sample
 from worker.sampling import SamplingParams
-from worker.sampling_table import ALL_NEEDS, SamplingViews
+from worker.sampling_table import ALL_NEEDS, DRAW_NEEDS, Need, SamplingViews
 
 KINDS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
@@ -61,6 +61,11 @@ def rows_of(kind: str, logits: torch.Tensor) -> Rows:
         sequence(SamplingParams(seed=seed, **KINDS[kind]), history[:128], history[128:]) for seed in range(len(logits))
     ]
     return Rows(made, logits)
+
+
+def launched_for(needs: Need) -> Need:
+    """What the graph offers that a worker replays for such rows."""
+    return ALL_NEEDS if needs & ~DRAW_NEEDS else DRAW_NEEDS
 
 
 def is_equal_to_plain(rows: Rows) -> bool:
@@ -110,13 +115,13 @@ class StepBench(DecodeBench):
             self.logits.copy_(logits)
         return logits
 
-    def views(self, kind: str) -> SamplingViews:
+    def rows(self, kind: str) -> tuple[Rows, SamplingViews]:
         self.step()
         rows = rows_of(kind, self.logits)
         places = torch.arange(self.batch, device=CUDA)
         rows.views.places[:, 0].copy_(places)
         rows.views.places[:, 1].copy_(places)
-        return replace(rows.views, last_tokens=self.inputs.last_tokens)
+        return rows, replace(rows.views, last_tokens=self.inputs.last_tokens)
 
 
 def measure_stage(results: Results, model: str, batch: int, vocab: int) -> None:
@@ -125,7 +130,7 @@ def measure_stage(results: Results, model: str, batch: int, vocab: int) -> None:
         for kind in KINDS:
             rows = rows_of(kind, random_logits(batch, vocab, spread))
             results.correctness[f"{kind}, {shape}, batch {batch}"] = is_equal_to_plain(rows)
-            value = graph_us(captured(partial(sample, rows.logits, rows.views, ALL_NEEDS)))
+            value = graph_us(captured(partial(sample, rows.logits, rows.views, launched_for(rows.needs))))
             note_stage(results, "graphpool", model, batch, f"{kind}, {shape}", value)
 
 
@@ -152,12 +157,12 @@ def measure_step(results: Results, name: str, model: CausalLM, batch: int) -> No
     bench = StepBench(model, batch)
     step = captured(bench.step)
     alone = graph_us(step, before=bench.reset)
-    rows = [("greedy", alone)]
+    found = [("greedy", alone)]
     for kind in KINDS:
-        views = bench.views(kind)
-        stage = captured(partial(sample, bench.logits, views, ALL_NEEDS))
-        rows.append((kind, graph_us(step, stage, before=bench.reset)))
-    for kind, value in rows:
+        rows, views = bench.rows(kind)
+        stage = captured(partial(sample, bench.logits, views, launched_for(rows.needs)))
+        found.append((kind, graph_us(step, stage, before=bench.reset)))
+    for kind, value in found:
         results.add(
             system="graphpool",
             model=name,
