@@ -21,11 +21,13 @@ class Answering:
         "_router_s",
         "_started_s",
         "_stream",
+        "crashed_on",
         "delivered",
         "has_started",
         "is_suspect",
         "is_taken_on",
         "num_losses",
+        "num_lost_trials",
         "num_placements",
         "num_stalled_trials",
         "refused",
@@ -48,6 +50,10 @@ class Answering:
         self.is_suspect = False
         """It may have been what ended one of them."""
         self.num_stalled_trials = 0
+        self.num_lost_trials = 0
+        """Replicas that crashed while it was tried alone."""
+        self.crashed_on: set[str] = set()
+        """Incarnations that crashed while they had it."""
         self.trial_tokens = 0
         self.refused: set[str] = set()
         """Incarnations that would not take it, or not keep it."""

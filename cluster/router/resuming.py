@@ -10,10 +10,18 @@ import grpc
 
 from cluster.codec import AnyRequest
 from cluster.config import RouterConfig
-from cluster.errors import AnswerInterrupted, NoReplicaAvailable, PoisonedRequest, RemoteError, ReplicaLost
+from cluster.errors import (
+    AnswerInterrupted,
+    NoReplicaAvailable,
+    PoisonedRequest,
+    RemoteError,
+    ReplicaLost,
+    ReplicaUnresponsive,
+)
 from cluster.metrics.router import RouterMetrics
 from cluster.retry_budget import RetryBudget
 from cluster.router.answering import Answering
+from cluster.router.crashes import Crashes
 from cluster.router.link import Link
 from cluster.router.loss import Verdict
 from cluster.router.placement import Placement, cost_of
@@ -57,6 +65,7 @@ class Resuming:
         self._metrics = metrics
         self._budget = RetryBudget()
         self._trials = Trials(placement.note_change)
+        self._crashes = Crashes()
 
     async def answer(
         self, request: AnyRequest, answering: Answering
@@ -75,8 +84,11 @@ class Resuming:
             except RemoteError as error:
                 self._trials.end(link, stream)
                 await self._note_refusal(error, request, link, answering)
-            except ReplicaLost:
-                self._note_loss(stream.verdict, request, answering)
+            except ReplicaLost as error:
+                if not isinstance(error, ReplicaUnresponsive):
+                    self._crashes.note(link.incarnation)
+                    answering.crashed_on.add(link.incarnation)
+                self._note_loss(stream.verdict, link, request, answering)
                 share_s = ALL_TRIALS_S * max(self._placement.num_ready, 1) * stream.trial_share
                 answering.trial_tokens = trial_tokens(
                     stream.unheard_s,
@@ -125,7 +137,9 @@ class Resuming:
         self._metrics.started(placed_after_s=answering.placed_after_s, first_token_s=answering.elapsed_s)
 
     def _note_passed(self, link: Link, stream: LinkStream, answering: Answering) -> None:
-        answering.is_suspect = False
+        # Whatever crashed under it before was not its doing.
+        answering.is_suspect, answering.num_lost_trials = False, 0
+        answering.crashed_on.clear()
         self._trials.end(link, stream)
 
     async def _note_refusal(self, error: RemoteError, request: AnyRequest, link: Link, answering: Answering) -> None:
@@ -145,13 +159,15 @@ class Resuming:
         else:
             raise error
 
-    def _note_loss(self, verdict: Verdict, request: AnyRequest, answering: Answering) -> None:
+    def _note_loss(self, verdict: Verdict, link: Link, request: AnyRequest, answering: Answering) -> None:
         """Raises what ends the request, if this loss does."""
         answering.num_losses += 1
         answering.is_taken_on = True
         if verdict is Verdict.STALLED_ALONE:
             answering.num_stalled_trials += 1
-        if verdict is Verdict.GUILTY or answering.num_stalled_trials >= MAX_STALLED_TRIALS:
+        answering.num_lost_trials += verdict is Verdict.GUILTY
+        if self._is_poison(answering) or answering.num_stalled_trials >= MAX_STALLED_TRIALS:
+            self._crashes.explain(link.incarnation)
             log.error("request %.64r ended a replica alone and is quarantined", request.request_id)
             self._quarantine.add(request)
             self._metrics.poisoned()
@@ -159,6 +175,14 @@ class Resuming:
         answering.is_suspect = answering.is_suspect or verdict is not Verdict.INNOCENT
         if answering.num_losses > self._config.resume_budget and not answering.delivered.is_complete:
             raise AnswerInterrupted(answering.num_losses, answering.delivered.num_tokens)
+
+    def _is_poison(self, answering: Answering) -> bool:
+        """Whether a replica that crashed under this request alone is proof enough.
+
+        While others crash without it, it takes one more: the next may have been as much of a coincidence.
+        """
+        num_needed = 2 if self._crashes.num_others(answering.crashed_on) else 1
+        return answering.num_lost_trials >= num_needed
 
 
 def trial_tokens(

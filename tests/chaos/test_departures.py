@@ -83,6 +83,20 @@ async def test_a_replica_that_is_killed_while_it_resumes_what_another_lost_costs
     assert all(isinstance(error, InternalError) for error in failed)
 
 
+async def test_while_other_replicas_die_a_death_under_one_request_alone_proves_nothing() -> None:
+    async with chaos_pool(5, step_s=0.02) as pool:
+        questions = [Question(prompt=(7, number + 3), max_tokens=100, seed=number, n=2) for number in range(20)]
+        asked = [asyncio.create_task(pool.ask(question)) for question in questions]
+        await asyncio.sleep(0.3)
+        await pool.replicas["r4"].kill()
+        await asyncio.sleep(0.5)
+        await pool.replicas["r0"].kill()
+        await asyncio.sleep(0.05)
+        await pool.replicas["r1"].kill()
+        records = await asyncio.gather(*asked)
+    assert [record for record in records if not record.is_right] == []
+
+
 async def test_the_loss_of_every_replica_is_made_good_by_their_successors() -> None:
     async with chaos_pool(2, step_s=0.02) as pool:
         questions = [Question(prompt=(6, number + 3), max_tokens=100, seed=number) for number in range(8)]
