@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +38,25 @@ export RAY_FAKE_CLUSTER=1 AUTOSCALER_UPDATE_INTERVAL_S=1 RAY_enable_autoscaler_v
 ray start --head --port=6379 --dashboard-host=127.0.0.1 --num-cpus=0 --object-store-memory=83886080 --autoscaling-config=$HOME/cluster.json
 """
 COUNT = 'import ray; ray.init(log_to_driver=False); print(sum(1 for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU")))'
+# Keeps more sequences going than one replica has rows, until it is killed.
+LOAD = """
+import threading
+from pathlib import Path
+from cluster.client import GraphpoolClient
+from cluster.config import ClientConfig
+from cluster.security.config import ClientSecurity
+
+certs = Path.home() / "graphpool" / "certs"
+security = ClientSecurity(
+    tls_ca=str(certs / "ca.pem"), tls_cert=str(certs / "client.pem"), tls_key=str(certs / "client-key.pem")
+)
+def ask():
+    with GraphpoolClient("127.0.0.1:50050", ClientConfig(security=security)) as client:
+        while True:
+            client.generate([1, 2, 3], max_tokens=200, ignore_eos=True)
+for _ in range(12):
+    threading.Thread(target=ask).start()
+"""
 
 
 def cluster_config() -> dict[str, Any]:
@@ -70,10 +90,10 @@ def cluster_config() -> dict[str, Any]:
     }
 
 
-def serve_config(num_replicas: int) -> dict[str, Any]:
+def serve_config(**changes: Any) -> dict[str, Any]:
     """cpu.yaml, whose replicas hold a GPU that they do not use."""
     values: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "serve" / "cpu.yaml").read_text())
-    values["applications"][0]["args"].update(num_replicas=num_replicas, num_gpus=1, drain_timeout_s=10)
+    values["applications"][0]["args"].update(num_gpus=1, drain_timeout_s=10, **changes)
     return values
 
 
@@ -86,9 +106,16 @@ class Autoscaled:
     def on_head(self, command: str) -> str:
         return self.machine.shell(f"source ~/graphpool/deploy/node/ray.env; {command}")
 
-    def wish(self, num_replicas: int) -> None:
-        (self.machine.home / "serve.yaml").write_text(yaml.safe_dump(serve_config(num_replicas)))
+    def deploy(self, **changes: Any) -> None:
+        (self.machine.home / "serve.yaml").write_text(yaml.safe_dump(serve_config(**changes)))
         self.on_head("serve deploy ~/serve.yaml")
+
+    def wait_for(self, num_replicas: int) -> None:
+        """Until so many replicas are READY on as many nodes."""
+        give_up_s = time.monotonic() + 240
+        while (found := (self.num_ready_replicas(), self.num_gpu_nodes())) != (num_replicas, num_replicas):
+            assert time.monotonic() < give_up_s, f"{found}: {self.on_head('serve status')}"
+            time.sleep(2)
 
     def num_gpu_nodes(self) -> int:
         return int(self.on_head(f"RAY_SCHEDULER_EVENTS=0 python -c '{COUNT}' 2>/dev/null").splitlines()[0])
@@ -117,8 +144,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Autoscaled]:
 def test_nodes_come_with_the_wish_for_replicas_and_go_with_it(cluster: Autoscaled) -> None:
     assert cluster.num_gpu_nodes() == 0
     for wanted in (1, 2, 1):
-        cluster.wish(wanted)
-        give_up_s = time.monotonic() + 240
-        while (found := (cluster.num_ready_replicas(), cluster.num_gpu_nodes())) != (wanted, wanted):
-            assert time.monotonic() < give_up_s, f"{found}: {cluster.on_head('serve status')}"
-            time.sleep(2)
+        cluster.deploy(num_replicas=wanted)
+        cluster.wait_for(wanted)
+
+
+def test_load_brings_a_node_and_its_end_takes_it_away(cluster: Autoscaled) -> None:
+    cluster.deploy(scaling={"min_replicas": 1, "max_replicas": 2, "down_after_s": 10.0})
+    cluster.wait_for(1)
+    (cluster.machine.home / "load.py").write_text(LOAD)
+    environment = "source ~/graphpool-env/bin/activate"
+    load = subprocess.Popen(
+        cluster.machine.inside("bash", "-c", f"{environment}; echo $$ >load.pid; exec python load.py")
+    )
+    cluster.wait_for(2)
+    cluster.machine.shell("kill -9 $(cat load.pid)")
+    load.wait(timeout=10)
+    cluster.wait_for(1)
