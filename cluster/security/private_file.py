@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def warn_if_open(path: Path) -> None:
+    """Say when others than its owner can read a file that holds a secret."""
+    mode = path.stat().st_mode
+    if mode & 0o077:
+        log.warning("%s can be read by others than its owner (mode %03o)", path, mode & 0o777)
 
 
 def write_private(path: Path, content: str | bytes) -> None:

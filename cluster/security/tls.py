@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 
 from cluster.security.config import ClientSecurity, SecurityConfig
+from cluster.security.private_file import warn_if_open
 from cluster.security.watched_file import WatchedFiles
 
 WARN_BEFORE = datetime.timedelta(days=14)
@@ -37,6 +38,7 @@ def read_pems(cert: str, key: str, ca: str) -> Pems:
     """Raises OSError, or ValueError for a certificate that is over, not yet valid or of another key."""
     pems = Pems(_content(cert), _content(key), _content(ca))
     if pems.cert:
+        warn_if_open(Path(key))
         pems = replace(pems, ends=_check_pair(cert, key, pems))
     if pems.ca:
         _check_ca(ca, pems.ca)

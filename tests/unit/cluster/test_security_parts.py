@@ -260,6 +260,21 @@ def test_a_certificate_that_ends_soon_is_told_of_twice_a_day(tmp_path: Path, cap
     assert all("router.pem ends in 13.0 days" in line for line in lines)
 
 
+def test_a_secret_that_others_can_read_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = secured(tmp_path)
+    files = [str(keys.folder / name) for name in ("router.pem", "router-key.pem", "ca.pem")]
+    read_pems(*files)
+    read_secret(str(keys.folder / "pool-token"))
+    assert caplog.records == []
+    for name in ("router-key.pem", "pool-token"):
+        (keys.folder / name).chmod(0o644)
+    read_pems(*files)
+    read_secret(str(keys.folder / "pool-token"))
+    assert [record.getMessage().partition(" can be ")[2] for record in caplog.records] == [
+        "read by others than its owner (mode 644)"
+    ] * 2
+
+
 def test_a_reader_never_meets_half_a_file(tmp_path: Path) -> None:
     keys = secured(tmp_path, acme={})
     stop, problems = threading.Event(), []
