@@ -16,6 +16,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 
 from bench.engine_runs import (
     Tokens,
@@ -145,13 +146,13 @@ def idle_share(engine: Engine, batch: int, steps: int) -> float:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profile.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     )
-    covered, reached = 0.0, spans[0][0]
+    covered, reached = 0.0, float(spans[0][0])
     for start, end in spans:
         covered += max(end - max(start, reached), 0)
         reached = max(reached, end)
-    return 1 - covered / (reached - spans[0][0])
+    return float(1 - covered / (reached - spans[0][0]))
 
 
 def measure(worker: Worker, results: Results, model: str, batches: list[int], device: str) -> None:

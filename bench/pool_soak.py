@@ -25,7 +25,7 @@ from tests.fakes.tiny_model import VOCAB, tiny_engine, tiny_model
 from worker.engine import Engine
 from worker.graph_runner import GraphRunner
 from worker.load_causal_lm import ServedModel
-from worker.request import ChoiceDelta, EngineEvent, GenerateRequest
+from worker.request import ChoiceDelta, EngineEvent, GenerateRequest, RequestPhase
 from worker.sampling import SamplingParams
 
 BLOCK_SIZE = 4
@@ -177,6 +177,8 @@ class PoolSoak:
 
     def _take(self, event: EngineEvent) -> None:
         visit = self._visits[event.request_id]
+        if isinstance(event, RequestPhase):
+            return
         if not isinstance(event, ChoiceDelta):
             raise Broken(f"canary {visit.canary} failed: {event.error}")
         got = visit.got[event.index]
