@@ -117,7 +117,7 @@ async def test_neither_nonsense_nor_a_lack_of_room_trips_a_breaker() -> None:
         assert nonsense == {grpc.StatusCode.INVALID_ARGUMENT.value[0]: NUM_CALLS}
         crowd = await codes_of(pool, request("crowd", *PROMPT), NUM_CALLS)
         print(dict(crowd))
-        assert crowd[grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]] > 0.9 * NUM_CALLS
+        assert crowd[grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]] > 0.5 * NUM_CALLS
         assert crowd.total() == NUM_CALLS
         loads = pool.router.pool.loads()
         assert {load.breaker for load in loads} == {control_pb2.BREAKER_CLOSED}
