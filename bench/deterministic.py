@@ -2,7 +2,8 @@
 
     python -m bench.deterministic [--device cpu] [MODEL ...]
 
-On a GPU: random bf16 weights of public shapes, every graph captured. On the CPU: the embedded model. A mode counts only if its
+On a GPU: random bf16 weights of public shapes, every graph captured. On the CPU: the embedded model on one thread, whose own
+time is taken, so that other work on the machine counts as little as can be. A mode counts only if its
 answers alone and in a batch were compared: the deterministic ones must be equal to the token. Writes
 `bench/results/deterministic.json`; the rows of the other device are kept.
 """
@@ -10,18 +11,30 @@ answers alone and in a batch were compared: the deterministic ones must be equal
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import torch
 
-from bench.engine_runs import Tokens, agreement, answers, decode_step_ms, free_memory, host_ms, parser, prompt
+from bench.engine_runs import (
+    Tokens,
+    agreement,
+    answers,
+    cancel_all,
+    decode_step_ms,
+    decoding_rows,
+    free_memory,
+    parser,
+    prompt,
+    settle,
+    step,
+)
 from bench.results_file import Results, Row, cpu_name
 from bench.shapes import write_config
 from worker.build import create_engine
@@ -34,14 +47,17 @@ from worker.shapes import choose_dtype
 Device = Literal["cpu", "cuda"]
 MODELS = {"cuda": ["smollm2-135m", "llama-3.2-1b"], "cpu": ["smollm2-135m"]}
 BATCHES = {"cuda": (1, 8, 32, 256), "cpu": (1, 2, 8, 16)}
-STEPS = {"cuda": 60, "cpu": 4}
+STEPS = {"cuda": 60, "cpu": 15}
 CHECKED = {"cuda": 8, "cpu": 3}
-ROUNDS = {"cuda": 3, "cpu": 2}
+ROUNDS = {"cuda": 15, "cpu": 3}
 PROMPTS = (128, 1024)
 SHAPES: dict[str, dict[str, Any]] = {
     "cuda": {"max_batch": 256, "buckets": (1, 8, 32, 256), "max_model_len": 4096, "kv_cache_bytes": 12 << 30},
     "cpu": {},
 }
+Engines = dict[bool, Engine]
+"""By whether they are deterministic."""
+Values = dict[bool, float]
 SYSTEMS = {False: "graphpool", True: "graphpool_deterministic"}
 
 
@@ -66,15 +82,46 @@ def build(name: str, device: Device, folder: Path, *, deterministic: bool) -> tu
     return engine, created, time.perf_counter() - began - created
 
 
-def rows_step_ms(batch: int, device: Device, engine: Engine) -> float:
-    """Milliseconds of a decode step of `batch` rows."""
-    return decode_step_ms(engine, batch, 128, STEPS[device], device)
+def cuda_steps_ms(engines: Engines, batch: int) -> Values:
+    """Milliseconds of a decode step of `batch` rows, over runs of steps that overlap as they do in service."""
+    rounds = [
+        {mode: decode_step_ms(engine, batch, 128, STEPS["cuda"], "cuda") for mode, engine in engines.items()}
+        for _ in range(3)
+    ]
+    return {mode: median(found[mode] for found in rounds) for mode in engines}
 
 
-def first_token_ms(length: int, device: Device, engine: Engine) -> float:
-    """Median milliseconds from submission to the first token of a lone prompt."""
-    ids = prompt(length, length, engine.info.vocab_size)
-    return host_ms(lambda: answers(engine, [ids], 1), device)
+def cpu_steps_ms(engines: Engines, batch: int) -> Values:
+    """Milliseconds of the one thread that computes, in the quickest of some steps for each mode, which take turns."""
+    tokens = {mode: decoding_rows(engine, batch, 128, STEPS["cpu"]) for mode, engine in engines.items()}
+    best = dict.fromkeys(engines, math.inf)
+    for _ in range(STEPS["cpu"]):
+        for mode, engine in engines.items():
+            began = time.thread_time()
+            step(engine, tokens[mode])
+            best[mode] = min(best[mode], 1e3 * (time.thread_time() - began))
+    for engine in engines.values():
+        cancel_all(engine)
+    return best
+
+
+def first_token_ms(engines: Engines, length: int, device: Device) -> Values:
+    """Milliseconds from submission to the first token of a lone prompt: the median, or on the CPU the least."""
+    some = next(iter(engines.values()))
+    ids = prompt(length, length, some.info.vocab_size)
+    rounds = [{mode: once_ms(engine, ids, device) for mode, engine in engines.items()} for _ in range(ROUNDS[device])]
+    pick = median if device == "cuda" else min
+    return {mode: pick([found[mode] for found in rounds]) for mode in engines}
+
+
+def once_ms(engine: Engine, ids: Sequence[int], device: Device) -> float:
+    """One prompt, on an idle device."""
+    clock = time.perf_counter if device == "cuda" else time.thread_time
+    settle(device)
+    began = clock()
+    answers(engine, [ids], 1)
+    settle(device)
+    return 1e3 * (clock() - began)
 
 
 def check(engine: Engine, batch: int) -> dict[str, float]:
@@ -105,26 +152,17 @@ def measure(name: str, device: Device, folder: Path, results: Results) -> None:
         results.add(metric="create_s", value=created, **scope)
         results.add(metric="capture_s", value=captured, **scope)
     for batch in BATCHES[device]:
-        steps = partial(rows_step_ms, batch, device)
-        add(results, engines, steps, name, device, metric="decode_step_ms", batch=batch, context=128)
+        found = cuda_steps_ms(engines, batch) if device == "cuda" else cpu_steps_ms(engines, batch)
+        add(results, found, model=name, note=device, metric="decode_step_ms", batch=batch, context=128)
     for length in PROMPTS:
-        first = partial(first_token_ms, length, device)
-        add(results, engines, first, name, device, metric="ttft_ms", batch=1, context=length)
+        found = first_token_ms(engines, length, device)
+        add(results, found, model=name, note=device, metric="ttft_ms", batch=1, context=length)
 
 
-def add(
-    results: Results,
-    engines: dict[bool, Engine],
-    work: Callable[[Engine], float],
-    name: str,
-    device: Device,
-    **what: Any,
-) -> None:
-    """The median of some rounds for each mode."""
-    rounds = [{mode: work(engine) for mode, engine in engines.items()} for _ in range(ROUNDS[device])]
-    for mode in engines:
-        value = median(found[mode] for found in rounds)
-        results.add(system=SYSTEMS[mode], model=name, scope="replica", note=device, unit="ms", value=value, **what)
+def add(results: Results, values: Values, **what: Any) -> None:
+    """One value of each mode."""
+    for mode, value in values.items():
+        results.add(system=SYSTEMS[mode], scope="replica", unit="ms", value=value, **what)
 
 
 def ratios(rows: list[Row]) -> list[dict[str, Any]]:
@@ -152,6 +190,8 @@ def main() -> None:
     arguments.add_argument("models", nargs="*")
     options = arguments.parse_args()
     device: Device = options.device
+    if device == "cpu":
+        torch.set_num_threads(1)
     before = kept(options.out / "deterministic.json", device)
     own = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     others = [part for part in before["hardware"].split("; ") if part and part != own]
@@ -162,7 +202,6 @@ def main() -> None:
         for name in options.models or MODELS[device]:
             measure(name, device, Path(folder), results)
             free_memory()
-    results.extra["cpu_threads"] = torch.get_num_threads() if device == "cpu" else before.get("cpu_threads")
     results.extra["ratios"] = ratios(results.rows)
     print(results.write(options.out))
     for found in results.extra["ratios"]:

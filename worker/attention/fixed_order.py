@@ -23,9 +23,8 @@ _LOWEST = -1e30
 """Below every score, and finite: what has seen no key yet is multiplied away without a NaN."""
 
 
-@dataclass(slots=True)
 class FoldedKeys:
-    """The softmax of some queries over the keys so far."""
+    """The softmax of some queries over the keys so far, of which there is a tile at least before `result`."""
 
     highest: torch.Tensor
     """[batch, queries, 1]: the largest score."""
@@ -34,20 +33,23 @@ class FoldedKeys:
     sums: torch.Tensor
     """[batch, queries, head_dim]: the weighted sum of values."""
 
-    @classmethod
-    def empty(cls, queries: torch.Tensor) -> FoldedKeys:
-        """Before the first key."""
-        one = queries.new_zeros(*queries.shape[:2], 1)
-        return cls(one + _LOWEST, one, torch.zeros_like(queries))
+    def __init__(self) -> None:
+        self.is_empty = True
 
     def fold(self, scores: torch.Tensor, values: torch.Tensor) -> None:
-        """scores [batch, queries, KEY_TILE], minus infinity where a query does not look; values [batch, KEY_TILE, head_dim]."""
-        highest = torch.maximum(self.highest, scores.amax(dim=-1, keepdim=True))
-        weights = (scores - highest).exp_()
-        fade = (self.highest - highest).exp_()
-        self.highest = highest
-        self.total = self.total * fade + fixed_sum(weights)
-        self.sums = self.sums * fade + torch.bmm(weights, values.contiguous())
+        """scores [batch, queries, KEY_TILE], minus infinity where a query does not look; values [batch, KEY_TILE, head_dim].
+
+        The scores are overwritten.
+        """
+        highest = scores.amax(dim=-1, keepdim=True).clamp_(min=_LOWEST)
+        if not self.is_empty:
+            highest = torch.maximum(self.highest, highest)
+        weights = scores.sub_(highest).exp_()
+        total, sums = fixed_sum(weights), torch.bmm(weights, values.contiguous())
+        if not self.is_empty:
+            fade = (self.highest - highest).exp_()
+            total, sums = self.total * fade + total, self.sums * fade + sums
+        self.highest, self.total, self.sums, self.is_empty = highest, total, sums, False
 
     def result(self) -> torch.Tensor:
         """[batch, queries, head_dim]."""
@@ -98,7 +100,7 @@ class FixedOrderDecode:
         num_kv_heads = k.shape[1]
         group = num_heads // num_kv_heads
         grouped = functional.pad(q.reshape(-1, group, head_dim), (0, 0, 0, self.query_rows - group))
-        folded, scale = FoldedKeys.empty(grouped), scale or head_dim**-0.5
+        folded, scale = FoldedKeys(), scale or head_dim**-0.5
         for places, slots in self.tiles:
             is_dead = places >= self.context_lens
             keys = self._read(self.kv_cache.keys[layer], slots).flatten(0, 1)
@@ -106,7 +108,7 @@ class FixedOrderDecode:
             is_hidden = is_dead
             if sliding_window is not None:
                 is_hidden = is_dead | (places < self.context_lens - sliding_window)
-            scores = (key_scores(grouped, keys) * scale).view(rows, num_kv_heads, self.query_rows, -1)
+            scores = key_scores(grouped, keys).mul_(scale).view(rows, num_kv_heads, self.query_rows, -1)
             scores = scores.masked_fill_(is_hidden[:, None, None, :], -torch.inf).flatten(0, 1)
             folded.fold(scores, values.flatten(0, 1))
         return folded.result()[:, :group].reshape(rows, num_heads, head_dim)
@@ -184,14 +186,14 @@ class FixedOrderPrefill:
         positions = (
             functional.pad(part.positions, (0, padding)).repeat_interleave(group).split([n * group for n in cut])
         )
-        folded = [FoldedKeys.empty(tile) for tile in tiles]
+        folded = [FoldedKeys() for _ in tiles]
         for places in tile_places(part.last + 1, q.device):
             keys, values = self._read(layer, part, places, k, v)
             for tile, position, state in zip(tiles, positions, folded, strict=True):
                 is_hidden = places > position[:, None]
                 if sliding_window is not None:
                     is_hidden = is_hidden | (places <= position[:, None] - sliding_window)
-                state.fold((key_scores(tile, keys) * scale).masked_fill_(is_hidden, -torch.inf), values)
+                state.fold(key_scores(tile, keys).mul_(scale).masked_fill_(is_hidden, -torch.inf), values)
         out = torch.cat([state.result() for state in folded], dim=1)[:, : count * group]
         return out.view(num_kv_heads, count, group, head_dim).transpose(0, 1).reshape(count, num_heads, head_dim)
 

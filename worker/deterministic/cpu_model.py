@@ -103,7 +103,7 @@ def _attended(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
     results = []
     for batch in (1, 2, 7):
         many = [tensor.expand(batch, -1, -1).contiguous() for tensor in (queries, keys, values)]
-        folded = FoldedKeys.empty(many[0])
+        folded = FoldedKeys()
         folded.fold(key_scores(many[0], many[1]), many[2])
         results += [*folded.result()]
     agree = all(torch.equal(result, results[0]) for result in results)

@@ -32,7 +32,8 @@ def tile_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def product(x: torch.Tensor, weight: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
     """The same for any number of rows."""
     rows, cut = len(x), tiles.cut(len(x))
-    x = functional.pad(x, (0, 0, 0, sum(cut) - rows))
+    if sum(cut) > rows:
+        x = functional.pad(x, (0, 0, 0, sum(cut) - rows))
     if len(cut) == 1:
         return tile_product(x, weight)[:rows]
     return torch.cat([tile_product(part, weight) for part in x.split(cut)])[:rows]

@@ -7,17 +7,19 @@ last bit from place to place. Addition, multiplication, division, square root an
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 
 def fixed_sum(x: torch.Tensor) -> torch.Tensor:
     """[..., n] -> [..., 1]: halves are added until one number is left, in an order that n alone decides."""
     size = x.shape[-1]
-    while size > 1:
-        half = 1 << ((size - 1).bit_length() - 1)
-        upper = x[..., half:]
-        x = x[..., :half] + (upper if size == 2 * half else functional.pad(upper, (0, 2 * half - size)))
-        size = half
+    half = 1 << max(size - 1, 0).bit_length() >> 1
+    if half < size < 2 * half:
+        # What is over is added to the first numbers, so that a power of two is left.
+        x = torch.cat((x[..., : size - half] + x[..., half:], x[..., size - half : half]), dim=-1)
+        half >>= 1
+    while half:
+        x = x[..., :half] + x[..., half:]
+        half >>= 1
     return x
 
 
