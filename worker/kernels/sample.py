@@ -8,7 +8,8 @@ import torch
 import triton
 
 from worker.kernels.device import launch_options, power_of_two
-from worker.kernels.sampling_cut import cut, gather, refine
+from worker.kernels.sampling_bracket import gather, refine
+from worker.kernels.sampling_cut import cut
 from worker.kernels.sampling_draw import draw
 from worker.kernels.sampling_scratch import BLOCK, scratch_spec
 from worker.kernels.sampling_survey import survey, weigh
