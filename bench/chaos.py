@@ -58,6 +58,7 @@ def kills(options: argparse.Namespace) -> Results:
     findings = asyncio.run(run(plan))
     print("\n".join(findings.lines()))
     results = _results("kills", is_right=findings.is_flawless, seed=plan.seed)
+    results.correctness |= {"own_deaths": findings.own_deaths}
     results.correctness |= {"violations": findings.violations[:20], "errors": dict(findings.errors)}
     for metric, unit, value in _kill_figures(findings):
         _add(results, metric, unit, value, "router")

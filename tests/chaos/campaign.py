@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import collections
 import random
+import signal
 import statistics
 import sys
 import time
@@ -50,6 +51,8 @@ class Findings:
     lost: int = 0
     """Answers that did not end OK."""
     stuck: int = 0
+    own_deaths: int = 0
+    """Replicas that ended without being killed."""
     errors: collections.Counter[str] = field(default_factory=collections.Counter)
     duplicated: int = 0
     """Tokens that came twice."""
@@ -94,7 +97,7 @@ class Findings:
         return [
             f"{self.kills} kills, {self.complete} of {self.plan.streams} answers whole, {self.tokens} tokens, "
             f"{self.resumed} answers went on elsewhere, {self.duration_s:.0f} s",
-            f"lost {self.lost} (stuck {self.stuck}), duplicated tokens {self.duplicated}, changed tokens {self.changed}",
+            f"lost {self.lost} (stuck {self.stuck}), replicas that ended on their own {self.own_deaths}, duplicated tokens {self.duplicated}, changed tokens {self.changed}",
             f"gap of what went on elsewhere: {_percentiles(self.gaps_s)}; of the others: {_percentiles(self.other_gaps_s)}",
             f"router memory {self.router_mib[0]:.0f} -> {self.router_mib[1]:.0f} MiB, fds {self.router_fds[0]} -> {self.router_fds[1]}",
             *(f"{count} x {error}" for error, count in self.errors.most_common(5)),
@@ -110,7 +113,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 async def run(plan: Plan) -> Findings:
     """The whole campaign."""
-    async with chaos_pool(plan.replicas, step_s=STEP_S) as pool:
+    # On a machine with too much to do a step may take a while: here only kills are to end replicas.
+    async with chaos_pool(plan.replicas, step_s=STEP_S, stall_s=30.0) as pool:
         campaign = _Campaign(plan, pool)
         return await campaign.run()
 
@@ -122,17 +126,21 @@ class _Campaign:
         self.findings = Findings(plan=plan)
         self._numbers = iter(range(plan.streams))
         self._router = psutil.Process(pool.routers[0].pid)
-        self._spawning: set[asyncio.Task[object]] = set()
+        self._spawning: set[asyncio.Task[None]] = set()
+        self._places: set[str] = set()
+        """Where a new process is being started."""
 
     async def run(self) -> Findings:
         started_s = time.monotonic()
         askers = [asyncio.create_task(self._ask_on()) for _ in range(self.plan.concurrency)]
         killer = asyncio.create_task(self._kill_on())
+        keeper = asyncio.create_task(self._replace_on())
         try:
             await asyncio.gather(*askers)
         finally:
             killer.cancel()
-            await asyncio.gather(killer, *self._spawning, return_exceptions=True)
+            keeper.cancel()
+            await asyncio.gather(killer, keeper, *self._spawning, return_exceptions=True)
         findings = self.findings
         findings.duration_s = time.monotonic() - started_s
         findings.router_mib = (findings.router_mib[0], self._router.memory_info().rss / 2**20)
@@ -158,7 +166,22 @@ class _Campaign:
             name = await self._victim(draw)
             await self.pool.replicas[name].kill()
             findings.kills += 1
-            self._spawning.add(asyncio.create_task(self.pool.spawn(name)))
+
+    async def _replace_on(self) -> None:
+        """A new process for each that has ended, by a kill or on its own."""
+        while True:
+            for name, replica in tuple(self.pool.replicas.items()):
+                if replica.process.returncode is not None and name not in self._places:
+                    self.findings.own_deaths += replica.process.returncode != -signal.SIGKILL
+                    self._places.add(name)
+                    self._spawning.add(asyncio.create_task(self._spawn(name)))
+            await asyncio.sleep(0.05)
+
+    async def _spawn(self, name: str) -> None:
+        try:
+            await self.pool.spawn(name)
+        finally:
+            self._places.discard(name)
 
     async def _victim(self, draw: random.Random) -> str:
         while True:

@@ -21,6 +21,8 @@ from tests.fakes.router_process import RouterProcess, spawn_router
 
 QUICK: dict[str, object] = {"announce_period_s": 0.2, "reconnect_max_s": 0.5, "wait_for_replica_s": 10.0}
 """A router whose pool changes often; what finds faults is as in production."""
+PATIENT: dict[str, object] = {"stall_s": 5.0}
+"""Steps of a busy machine may take a while; where a hang is to be found by the replica itself, less is given."""
 ONE_TRY = ClientConfig(max_attempts=1)
 
 
@@ -107,7 +109,7 @@ async def chaos_pool(
     """A pool whose replicas, `r0`, `r1`, ..., are ready. Everything is killed at the end."""
     config = {**QUICK, **(router or {})}
     routers = [await spawn_router(config, prefix=prefix) for _ in range(num_routers)]
-    pool = ChaosPool(routers, AsyncGraphpoolClient(routers[0].address, client), knobs)
+    pool = ChaosPool(routers, AsyncGraphpoolClient(routers[0].address, client), {**PATIENT, **knobs})
     try:
         await asyncio.gather(*(pool.spawn(f"r{number}") for number in range(num_replicas)))
         await pool.wait_ready(num_replicas)
@@ -122,7 +124,7 @@ async def proxied_pool(
 ) -> AsyncIterator[ChaosPool]:
     """The same with a proxy between the router and each replica."""
     names = [f"r{number}" for number in range(num_replicas)]
-    spawned = await asyncio.gather(*(spawn_replica(_replica(name, []), knobs) for name in names))
+    spawned = await asyncio.gather(*(spawn_replica(_replica(name, []), {**PATIENT, **knobs}) for name in names))
     proxies = {name: TcpProxy(replica.address) for name, replica in zip(names, spawned, strict=True)}
     for proxy in proxies.values():
         await proxy.start()
