@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.client import AsyncGraphpoolClient
+from cluster.client.endpoints import Endpoints
 from cluster.config import Keepalive, ReplicaConfig, RouterConfig
 from cluster.router.server import RouterServer
 from protos import control_pb2, generation_pb2, generation_pb2_grpc, replica_pb2, replica_pb2_grpc
@@ -166,7 +167,9 @@ async def test_a_quiet_stream_survives_its_keepalive_pings() -> None:
         ]
         pool.replicas[0].engine.knobs.is_hanging = True
         client = AsyncGraphpoolClient(pool.router.address, ONE_TRY)
-        client._channel = grpc.aio.insecure_channel(pool.router.address, options=options)
+        client._endpoints = Endpoints(
+            (pool.router.address,), lambda address: grpc.aio.insecure_channel(address, options=options)
+        )
         answer = asyncio.create_task(client.generate(PROMPT, max_tokens=3, seed=1))
         await asyncio.sleep(2.5)
         pool.replicas[0].engine.knobs.is_hanging = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,7 @@ ROUTER = RouterConfig(
 SCALING = ScalingConfig(
     min_replicas=1, max_replicas=3, target_occupancy=1.0, decide_every_s=0.5, down_after_s=4.0, replica_start_s=30.0
 )
-KNOBS = {"step_s": 0.02, "max_rows": 4}
+KNOBS: dict[str, Any] = {"step_s": 0.02, "max_rows": 4}
 
 
 @pytest.fixture
@@ -106,9 +108,13 @@ async def test_rolling_updates_lose_no_token(pool: ServedPool) -> None:
     for turn in range(2):
         before = set(pool.ready.values())
         await pool.deploy(num_replicas=2, **KNOBS, max_waiting=100 + turn)
-        await until(lambda before=before: len(pool.ready) == 2 and not before & set(pool.ready.values()), 90)
+        await until(partial(_is_whole, pool, 2, before), 90)
     await load.end()
     assert load.num_answers > 10
+
+
+def _is_whole(pool: ServedPool, count: int, gone: set[str]) -> bool:
+    return len(pool.ready) == count and not gone & set(pool.ready.values())
 
 
 async def test_a_drain_past_its_grace_hands_its_answers_over(pool: ServedPool) -> None:

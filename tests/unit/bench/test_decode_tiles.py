@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from bench import decode_tiles
-from bench.kernels import limits_of
+from bench.kernels import Way, limits_of
 from bench.read_speed import cache_bytes, step_bytes
+from bench.shapes import SHAPES
 from worker.kernels.block_tiles import BlockTile
 from worker.kernels.row_tiles import RowTile
 from worker.kernels.vector_tiles import Tile
 
 
-@pytest.mark.parametrize("name", decode_tiles.SHAPES)
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("way", "rows"), [("vector", 1), ("rows", 8), ("blocks", 32)])
 def test_every_matrix_has_candidates_of_the_ways_own_kind_and_the_shipped_tile_is_one(
-    name: str, way: decode_tiles.Way, rows: int
+    name: str, way: Way, rows: int
 ) -> None:
     kind_of = {"vector": Tile, "rows": RowTile, "blocks": BlockTile}[way]
     for kind in decode_tiles.KINDS:
@@ -26,7 +27,7 @@ def test_every_matrix_has_candidates_of_the_ways_own_kind_and_the_shipped_tile_i
 
 
 def test_a_tile_is_printed_as_it_stands_in_the_table() -> None:
-    tiles = [Tile(4, 2, 512, 1), RowTile(16, 4, 256, 8, 1), BlockTile(128, 4, 2)]
+    tiles: list[Tile | RowTile | BlockTile] = [Tile(4, 2, 512, 1), RowTile(16, 4, 256, 8, 1), BlockTile(128, 4, 2)]
     shown = [decode_tiles.short(tile) for tile in tiles]
     assert shown == ["Tile(4, 2, 512, 1)", "RowTile(16, 4, 256, 8, 1)", "BlockTile(128, 4, 2)"]
 

@@ -40,7 +40,13 @@ def loaded() -> tuple[ModelFiles, ServedModel]:
 
 
 def engine(loaded: tuple[ModelFiles, ServedModel], **changes: Any) -> Engine:
-    values = {"device": "cpu", "deterministic": True, "max_batch": 8, "kv_cache_bytes": 64 << 20, "max_model_len": 1024}
+    values: dict[str, Any] = {
+        "device": "cpu",
+        "deterministic": True,
+        "max_batch": 8,
+        "kv_cache_bytes": 64 << 20,
+        "max_model_len": 1024,
+    }
     return create_engine(WorkerConfig(**(values | changes)), *loaded, None)
 
 

@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 16, "num_kv_heads": 4},
     "all biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "intermediate_size": 50, "vocab_size": 203},
 }
-LONG = {"max_position_embeddings": 640}
+LONG: dict[str, Any] = {"max_position_embeddings": 640}
 SHARED = tuple(random.Random(5).choices(range(4, 200), k=40))
 
 
@@ -57,7 +57,7 @@ def request(name: str, tokens: tuple[int, ...], **params: Any) -> GenerateReques
 def test_batch_chunks_cache_tiers_and_runner_leave_every_bit_alone(family: str) -> None:
     model, record, rng = tiny_model(**FAMILIES[family]), LogitRecord(), random.Random(3)
     requests = [request(str(n), prompt(rng, rng.choice([1, 5, 16, 17, 40, 90]))) for n in range(7)]
-    alone = {}
+    alone: dict[Any, Any] = {}
     for one in requests:
         alone |= record.run(engine(model), [one])
     ways: list[dict[str, Any]] = [

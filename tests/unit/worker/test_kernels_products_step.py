@@ -18,7 +18,8 @@ LONG_WIDTHS = (72, 260)
 
 
 def _norm(vectors: Any, eps: float) -> torch.Tensor:
-    return reference.late_norm(vectors.squares, *vectors.x.shape, eps)
+    rows, size = vectors.x.shape
+    return reference.late_norm(vectors.squares, rows, size, eps)
 
 
 def _rows_plain(vectors: Any, weight: Any, tile: Any, *, eps: float, bias: Any = None, out: torch.Tensor) -> None:

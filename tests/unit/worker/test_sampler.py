@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def chi_square(found: list[int], probabilities: torch.Tensor) -> float:
     kept = expected > 0
     statistic = float((((counts - expected) ** 2)[kept] / expected[kept]).sum())
     freedom = int(kept.sum()) - 1
-    return (statistic - freedom) / (2 * freedom) ** 0.5
+    return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -131,7 +132,7 @@ def test_short_rows_decode_in_turn_with_long_ones_where_a_long_tier_is_dear() ->
     assert all(names == ("ab" if tier < LONGEST else "l") for names, tier in steps)
     assert sum(names == "ab" for names, _ in steps) == sum(names == "l" for names, _ in steps) == 7
     both = steps[steps.index(("l", LONGEST)) : -1]
-    assert all(one != other for one, other in zip(both, both[1:], strict=False) if ("ab", 8) in (one, other))
+    assert all(one != other for one, other in itertools.pairwise(both) if ("ab", 8) in (one, other))
 
 
 def test_all_rows_decode_together_where_weights_are_the_cost() -> None:
