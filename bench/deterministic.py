@@ -166,9 +166,13 @@ def add(results: Results, values: Values, **what: Any) -> None:
 
 
 def ratios(rows: list[Row]) -> list[dict[str, Any]]:
-    """Deterministic over fast, for what both have."""
+    """Deterministic over fast, for the times of steps and first tokens."""
     fast, slow = (
-        {(row.note, row.model, row.metric, row.batch, row.context): row.value for row in rows if row.system == system}
+        {
+            (row.note, row.model, row.metric, row.batch, row.context): row.value
+            for row in rows
+            if row.system == system and row.unit == "ms"
+        }
         for system in SYSTEMS.values()
     )
     names = ("device", "model", "metric", "batch", "context")
