@@ -44,10 +44,12 @@ class Gate(Protocol):
 class Spending:
     """What one request was taken to cost, and what it came to."""
 
-    __slots__ = ("estimate", "num_tokens", "prompt_tokens")
+    __slots__ = ("estimate", "num_tokens", "prompt_tokens", "waited_s")
 
     def __init__(self, estimate: int) -> None:
         self.estimate = estimate
+        self.waited_s = 0.0
+        """Until its turn came; the router's own times begin there."""
         self.prompt_tokens = 0
         self.num_tokens = 0
 
@@ -57,12 +59,15 @@ class Spending:
         return self.prompt_tokens + self.num_tokens
 
     async def counted(self, pieces: Pieces) -> Pieces:
-        """The same pieces, counted as they pass."""
+        """The same pieces, counted as they pass; the wait for the turn is part of their times."""
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 self.prompt_tokens = max(self.prompt_tokens, piece.usage.prompt_tokens)
                 for choice in piece.choices:
                     self.num_tokens += len(choice.token_ids)
+                if piece.HasField("timings"):
+                    piece.timings.router_ms += 1000 * self.waited_s
+                    piece.timings.total_ms += 1000 * self.waited_s
                 yield piece
 
 
@@ -103,8 +108,10 @@ class Tenancy:
         with self._refusals_of(name):
             account.open(spending.estimate)
         self._owners[request.request_id] = name
+        asked_s = self._clock()
         try:
             async with self._turn(name, spending, weight, request, timeout_s):
+                spending.waited_s = self._clock() - asked_s
                 yield spending
         finally:
             self._owners.pop(request.request_id, None)

@@ -277,6 +277,21 @@ async def test_s18_what_tenants_use_and_are_refused_is_in_the_metrics(tmp_path: 
         assert line in found.splitlines()
 
 
+async def test_s18_the_wait_for_a_turn_is_part_of_an_answers_times(tmp_path: Path) -> None:
+    keys = secured(tmp_path, acme={}, globex={})
+    async with (
+        secured_pool(keys, knobs=ScriptKnobs(step_s=0.01, max_rows=1)) as pool,
+        client(pool, keys, "globex") as other,
+    ):
+        stream = pool.client.stream(PROMPT, max_tokens=40, temperature=0, ignore_eos=True)
+        await stream.__anext__()
+        answer = await other.generate(PROMPT, max_tokens=2, temperature=0, ignore_eos=True)
+        assert answer.timings is not None
+        assert answer.timings.router_ms > 200
+        assert answer.timings.total_ms >= answer.timings.router_ms
+        stream.cancel()
+
+
 async def test_s18_tokenising_takes_one_of_the_tenants_slots(tmp_path: Path) -> None:
     keys = secured(tmp_path, acme={"max_streams": 1})
     async with secured_pool(keys, knobs=ScriptKnobs(step_s=0.02)) as pool:
