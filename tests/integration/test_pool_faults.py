@@ -161,16 +161,16 @@ async def test_a_replica_process_whose_engine_died_exits_non_zero() -> None:
 
 async def test_a_frozen_replica_loses_its_answers_to_others_and_is_taken_back_when_it_thaws() -> None:
     async with script_pool(0, router=replace(FAST, silence_timeout_s=1.0)) as pool:
-        frozen = await pool.spawn("frozen", step_s=0.01)
-        stream = pool.client.stream(PROMPT, max_tokens=150, seed=7)
+        processes = {name: await pool.spawn(name, step_s=0.005, stall_s=NEVER_S) for name in ("one", "two")}
+        stream = pool.client.stream(PROMPT, max_tokens=400, seed=7)
         first = await anext(stream)
-        await pool.spawn("other", step_s=0.001)
-        frozen.send(signal.SIGSTOP)
-        answer = [first, *await asyncio.wait_for(read(stream), 4)]
-        assert ids(answer) == script(PROMPT, 7, 0, 150)
+        (serving,) = [load.replica for load in pool.router.pool.loads() if load.router_streams]
+        processes[serving].send(signal.SIGSTOP)
+        answer = [first, *await asyncio.wait_for(read(stream), 20)]
+        assert ids(answer) == script(PROMPT, 7, 0, 400)
         assert pool.num_ready == 1
-        frozen.send(signal.SIGCONT)
-        await pool.router.wait_ready(2, timeout_s=8)
+        processes[serving].send(signal.SIGCONT)
+        await pool.router.wait_ready(2, timeout_s=20)
 
 
 async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
