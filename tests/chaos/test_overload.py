@@ -1,7 +1,8 @@
 """More requests than the pool can answer, whether or not anybody waits for them.
 
-`GRAPHPOOL_OVERLOAD_S=30` floods for that many seconds a step and holds the pool to its goals; without it the steps are
-short, and the bounds leave room for a machine that is busy with other things.
+`GRAPHPOOL_OVERLOAD_S=30` floods for that many seconds a step and holds the pool to its goals. Without it the steps are
+short and the bounds wide, and where the plainest call takes long, the machine has no time to spare: then nothing that
+depends on time is judged.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 from cluster.client import AsyncGraphpoolClient, CallError
 from cluster.config import ClientConfig
 from tests.chaos.chaos_pool import ChaosPool, chaos_pool
-from tests.chaos.open_loop import flood
+from tests.chaos.open_loop import Flood, flood
 from tests.fakes.scrape import scrape
 
 MAX_ROWS, STEP_S, TOKENS = 8, 0.02, 16
@@ -28,10 +29,12 @@ CAPACITY = 2 * MAX_ROWS / (STEP_S * TOKENS)
 DEADLINE_S = 2.0
 LONG_S = float(os.environ.get("GRAPHPOOL_OVERLOAD_S", "0"))
 SECONDS = LONG_S or 4.0
-MIN_GOODPUT = 0.95 if LONG_S else 0.5
+MIN_GOODPUT = 0.95 if LONG_S else 0.7
+FACTORS = (2.0, 5.0, 10.0) if LONG_S else (2.0, 5.0)
 MAX_REJECT_MS = 10.0
 TAIL = 0.99 if LONG_S else 0.8
 RECOVERY_S = 5.0
+QUIET_MS = 30.0
 
 
 def free_port() -> int:
@@ -48,7 +51,12 @@ def rng() -> random.Random:
     return random.Random(seed)
 
 
-async def goodput_at(pool: ChaosPool, factor: float, rng: random.Random, seconds: float = SECONDS) -> float:
+def is_judged(*floods: Flood) -> bool:
+    """Whether the machine had time for them."""
+    return bool(LONG_S) or all(one.plain_ms(0.99) < QUIET_MS for one in floods)
+
+
+async def run(pool: ChaosPool, factor: float, rng: random.Random, seconds: float = SECONDS) -> Flood:
     """Also checks what becomes of those that were not answered."""
     result = await flood(
         pool.routers[0].address, factor * CAPACITY, seconds, rng=rng, max_tokens=TOKENS, timeout_s=DEADLINE_S
@@ -57,29 +65,31 @@ async def goodput_at(pool: ChaosPool, factor: float, rng: random.Random, seconds
     assert set(result.codes) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
     rejects = result.of(grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert all(50 <= one.pushback_ms <= 6000 for one in rejects)
-    if rejects:
+    if rejects and is_judged(result):
         # The machine's own delays are those of a call that does nothing.
-        assert result.reject_ms(0.5) <= MAX_REJECT_MS + result.plain_ms(0.5 if LONG_S else 0.9)
+        assert result.reject_ms(0.5) <= MAX_REJECT_MS + result.plain_ms(0.5 if LONG_S else 1.0)
         assert result.reject_ms(TAIL) <= MAX_REJECT_MS + result.plain_ms(TAIL if LONG_S else 1.0)
-    # Hardly anything is taken on only to miss its deadline.
-    late, answered = (len(result.of(code)) for code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK))
-    assert late <= (0.05 if LONG_S else 1.0) * answered + 5
-    return result.goodput
+    if is_judged(result):
+        # Hardly anything is taken on only to miss its deadline.
+        late, answered = (len(result.of(code)) for code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK))
+        assert late <= (0.05 if LONG_S else 0.3) * answered + 5
+    return result
 
 
 @pytest.mark.slow
 async def test_goodput_holds_under_overload_and_comes_back_at_once(rng: random.Random) -> None:
     metrics_address = f"127.0.0.1:{free_port()}"
     async with chaos_pool(2, router={"metrics_listen": metrics_address}, max_rows=MAX_ROWS, step_s=STEP_S) as pool:
-        await goodput_at(pool, 0.5, rng, 2.0)  # the router learns how long answers are
-        peak = max([await goodput_at(pool, factor, rng) for factor in (1.0, 1.3)])
-        for factor in (2.0, 5.0, 10.0):
-            assert await goodput_at(pool, factor, rng) >= MIN_GOODPUT * peak
+        await run(pool, 0.5, rng, 2.0)  # the router learns how long answers are
+        peak = max([await run(pool, factor, rng) for factor in (1.0, 1.3)], key=lambda one: one.goodput)
+        for factor in FACTORS:
+            result = await run(pool, factor, rng)
+            assert not is_judged(peak, result) or result.goodput >= MIN_GOODPUT * peak.goodput
         after = await flood(
             pool.routers[0].address, 0.4 * CAPACITY, RECOVERY_S + 3, rng=rng, max_tokens=TOKENS, timeout_s=DEADLINE_S
         )
         print(f"after it {after.describe()}, recovered after {after.recovered_s(1.0):.1f} s")
-        assert after.recovered_s(1.0) <= RECOVERY_S
+        assert not is_judged(after) or after.recovered_s(1.0) <= RECOVERY_S
         metrics = await scrape(metrics_address)
         placed, repeated = (metrics.value(f"{name}_total") for name in ("placements", "repeated_placements"))
         print(f"placements {placed:.0f}, repeated {repeated:.0f}")
@@ -93,7 +103,7 @@ async def test_goodput_holds_under_overload_and_comes_back_at_once(rng: random.R
 @pytest.mark.slow
 async def test_under_overload_critical_requests_are_answered_and_sheddable_ones_are_shed(rng: random.Random) -> None:
     async with chaos_pool(2, max_rows=MAX_ROWS, step_s=STEP_S) as pool:
-        await goodput_at(pool, 0.5, rng, 2.0)
+        await run(pool, 0.5, rng, 2.0)
         # A tenth of five times the capacity is critical: half of what the pool can do.
         result = await flood(
             pool.routers[0].address,
@@ -106,7 +116,7 @@ async def test_under_overload_critical_requests_are_answered_and_sheddable_ones_
         )
     print(result.describe())
     print({one: round(result.share_answered(one), 4) for one in ("critical", "sheddable")})
-    assert result.share_answered("critical") >= (0.999 if LONG_S else 0.6)
+    assert not is_judged(result) or result.share_answered("critical") >= (0.999 if LONG_S else 0.9)
     assert result.share_answered("sheddable") < 0.5 * result.share_answered("critical")
 
 
@@ -114,7 +124,7 @@ async def test_under_overload_critical_requests_are_answered_and_sheddable_ones_
 async def test_clients_that_try_again_hardly_add_to_the_load(rng: random.Random) -> None:
     metrics_address = f"127.0.0.1:{free_port()}"
     async with chaos_pool(2, router={"metrics_listen": metrics_address}, max_rows=MAX_ROWS, step_s=STEP_S) as pool:
-        await goodput_at(pool, 0.5, rng, 2.0)
+        await run(pool, 0.5, rng, 2.0)
         before = await scrape(metrics_address)
         ends: Counter[str] = Counter()
         # As clients come: they may try four times.
@@ -150,5 +160,6 @@ async def test_a_short_queue_costs_no_goodput_and_answers_take_as_long_as_withou
     print(crowd.describe())
     usual_s, slowest_s = calm.answer_s(0.5), crowd.answer_s(0.99 if LONG_S else 0.9)
     print(f"an answer takes {usual_s:.3f} s without load, and {slowest_s:.3f} s at five times the capacity")
-    assert crowd.goodput >= MIN_GOODPUT * CAPACITY * (0.95 if LONG_S else 0.9)
-    assert slowest_s <= 2 * usual_s
+    if is_judged(calm, crowd):
+        assert crowd.goodput >= MIN_GOODPUT * CAPACITY * (0.95 if LONG_S else 0.9)
+        assert slowest_s <= 2 * usual_s
