@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from cluster.errors import (
 from cluster.router.answering import Answering
 from cluster.router.canary import NUM_TOKENS, canary_request, run_canary
 from cluster.router.loss import LossKind
+from cluster.router.server import settle_heap
 from cluster.router.stream import LinkStream
 from protos import control_pb2, replica_pb2
 from protos import generation_pb2 as pb
@@ -250,3 +252,12 @@ def test_a_stream_with_a_gap_is_broken_and_one_that_a_client_cut_is_not() -> Non
     for sequence in range(3):
         cut.push(piece(sequence, 1))
     assert (gap.is_broken, cut.is_broken) == (True, False)
+
+
+def test_what_a_router_starts_with_is_not_looked_at_by_later_collections() -> None:
+    before = gc.get_freeze_count()
+    try:
+        settle_heap()
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
