@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes.fixed_order_interpreter import products_like_instructions, short_splits  # noqa: F401
 from tests.fakes.tiny_model import tiny_model
 from tests.fakes.triton_interpreter import DEVICE
-from tests.unit.worker.test_kernels_fixed_order import _products_like_instructions, _short_splits  # noqa: F401
 from worker.attention.prefill import PrefillSegment
 from worker.causal_lm import NativeCausalLM
 from worker.decode_inputs import DecodeInputs

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from triton.runtime import interpreter
 
+from tests.fakes.fixed_order_interpreter import products_like_instructions, short_splits  # noqa: F401
 from tests.fakes.kernel_inputs import Heads, Pool, layout
-from tests.fakes.triton_interpreter import DEVICE, IS_INTERPRETED, _as_numbers
-from worker.kernels import fixed_order_attention, reference
+from tests.fakes.triton_interpreter import DEVICE
+from worker.kernels import reference
 from worker.kernels.fixed_order_attention import QueryTables, SplitWorkspace, attention, row_slots
 from worker.kernels.fixed_order_matmul import ROW_TILES, SplitSums, matmul, matmul_gated, split_count
 from worker.kernels.fixed_order_rope import turn_and_store
 from worker.kernels.fixed_order_rows import add_norm, embed_norm
-
-
-@pytest.fixture(autouse=True)
-def _products_like_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen products at a time are added to a sum, which is rounded then; NumPy's own products round by shape."""
-
-    def dot(self: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
-        left, right = _as_numbers(a).astype(np.float64), _as_numbers(b).astype(np.float64)
-        total = acc.data
-        for k in range(0, left.shape[1], 16):
-            total = (total + np.matmul(left[:, k : k + 16], right[k : k + 16])).astype(acc.data.dtype)
-        return interpreter.TensorHandle(total, acc.dtype.scalar)
-
-    if IS_INTERPRETED:
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-
-
-@pytest.fixture(autouse=True)
-def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixed_order_attention, "SPLIT_TOKENS", 32)
-    monkeypatch.setattr(fixed_order_attention, "_TILE_ELEMENTS", 512)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
