@@ -67,10 +67,11 @@ class ServedPool:
         """Make the application what it is to be, without waiting for it."""
         replica = ReplicaConfig(routers=(self.router.address,), announce_period_s=0.2)
         config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling)
-        await self.ray.call(_deploy, config, knobs, drain_timeout_s)
+        await self.ray.call(deploy_script, config, knobs, drain_timeout_s)
 
 
-def _deploy(config: PoolConfig, knobs: dict[str, Any], drain_timeout_s: float) -> None:
+def deploy_script(config: PoolConfig, knobs: dict[str, Any], drain_timeout_s: float) -> None:
+    """Make the application what it is to be, without waiting for it; needs a connection to Ray."""
     from ray import serve
 
     deployment = serve.deployment(

@@ -1,0 +1,83 @@
+"""A Ray cluster of nodes that can be killed, Serve with scripted replicas on them, and a router process beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from tests.fakes.ray_cluster import RayCluster  # first: it sets what gRPC reads when it is imported
+
+from cluster.autoscale.config import ScalingConfig  # isort: skip
+from cluster.client import AsyncGraphpoolClient
+from cluster.config import ClientConfig, ReplicaConfig
+from cluster.serve_app import PoolConfig
+from protos import control_pb2
+from tests.fakes.router_process import spawn_router
+from tests.fakes.served_script import deploy_script
+
+READY = control_pb2.REPLICA_STATE_READY
+QUICK: dict[str, object] = {"announce_period_s": 0.2, "reconnect_max_s": 0.5, "canary_timeout_s": 10.0}
+"""A router whose pool changes often; what finds faults, and how long answers wait, is as in production."""
+KNOBS: dict[str, object] = {"step_s": 0.02, "max_rows": 4}
+ONE_TRY = ClientConfig(max_attempts=1)
+"""What a client would try again counts as lost."""
+DRAIN_TIMEOUT_S = 20.0
+
+
+@dataclass(slots=True)
+class ClusterPool:
+    """Everything that runs."""
+
+    ray: RayCluster
+    client: AsyncGraphpoolClient
+    router_address: str
+    num_deployments: int = 0
+
+    async def deploy(self, *, num_replicas: int = 1, scaling: ScalingConfig | None = None) -> None:
+        """Make the application what it is to be, without waiting for it. Every call makes new replicas."""
+        self.num_deployments += 1
+        replica = ReplicaConfig(routers=(self.router_address,), announce_period_s=0.2)
+        config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling)
+        knobs = {**KNOBS, "max_waiting": 256 + self.num_deployments}
+        await self.ray.call(deploy_script, config, knobs, DRAIN_TIMEOUT_S)
+
+    async def ready(self) -> set[str]:
+        """Incarnations of the replicas that take requests."""
+        return {load.incarnation for load in await self.client.loads() if load.state == READY}
+
+    async def whole(
+        self, num_replicas: int, *, without: frozenset[str] | set[str] = frozenset(), timeout_s: float = 120.0
+    ) -> set[str]:
+        """Wait until exactly so many are ready, none of them one of `without`; returns them."""
+        return await self.until(lambda ready: len(ready) == num_replicas and not ready & without, timeout_s)
+
+    async def until(self, holds: Callable[[set[str]], bool], timeout_s: float = 30.0) -> set[str]:
+        """Wait until that is so of those that are ready; returns them."""
+        give_up_s = time.monotonic() + timeout_s
+        while not holds(ready := await self.ready()):
+            if time.monotonic() > give_up_s:
+                states = [(load.replica, load.incarnation[:8], load.state) for load in await self.client.loads()]
+                raise TimeoutError(f"after {timeout_s:g} s the router knows {states}")
+            await asyncio.sleep(0.05)
+        return ready
+
+    async def kill_fullest_node(self) -> int:
+        """See RayCluster; the one thread that talks to Ray does it."""
+        return await self.ray.call(self.ray.kill_fullest_node)
+
+
+@contextlib.asynccontextmanager
+async def cluster_pool(*, num_nodes: int = 2) -> AsyncIterator[ClusterPool]:
+    """Nothing is deployed yet."""
+    router = await spawn_router(QUICK)
+    ray = RayCluster(num_nodes=num_nodes)
+    try:
+        await ray.start()
+        async with AsyncGraphpoolClient(router.address, ONE_TRY) as client:
+            yield ClusterPool(ray, client, router.address)
+    finally:
+        await ray.stop()
+        await router.kill()
