@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -35,7 +36,7 @@ from bench.engine_runs import (
     settle,
     step,
 )
-from bench.results_file import Results, Row, cpu_name
+from bench.results_file import Results, Row, cpu_name, versions
 from bench.shapes import write_config
 from worker.build import create_engine
 from worker.config import WorkerConfig
@@ -61,8 +62,8 @@ Values = dict[bool, float]
 SYSTEMS = {False: "graphpool", True: "graphpool_deterministic"}
 
 
-def build(name: str, device: Device, folder: Path, *, deterministic: bool) -> tuple[Engine, float, float]:
-    """An engine with all its graphs, and seconds until it could compute and until all was captured."""
+def build(name: str, device: Device, folder: Path, *, deterministic: bool) -> Engine:
+    """An engine with all its graphs."""
     embedded = device == "cpu"
     config = WorkerConfig(
         model=name if embedded else str(write_config(name, folder)),
@@ -74,12 +75,10 @@ def build(name: str, device: Device, folder: Path, *, deterministic: bool) -> tu
     files = resolve_model(config.model, load_format=config.load_format)
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     served = load_causal_lm(config, files, device=place, dtype=choose_dtype(config, device))
-    began = time.perf_counter()
     engine = create_engine(config, files, served, None)
-    created = time.perf_counter() - began
     while engine.prepare_next():
         pass
-    return engine, created, time.perf_counter() - began - created
+    return engine
 
 
 def cuda_steps_ms(engines: Engines, batch: int) -> Values:
@@ -136,21 +135,11 @@ def check(engine: Engine, batch: int) -> dict[str, float]:
 
 def measure(name: str, device: Device, folder: Path, results: Results) -> None:
     """Both modes of one model, turn by turn, so that what else the machine does meets both."""
-    built = {mode: build(name, device, folder, deterministic=mode) for mode in SYSTEMS}
-    engines = {mode: found[0] for mode, found in built.items()}
-    for mode, (engine, created, captured) in built.items():
+    engines = {mode: build(name, device, folder, deterministic=mode) for mode in SYSTEMS}
+    for mode, engine in engines.items():
         checked = check(engine, CHECKED[device])
         results.correctness[f"{name}, {device}, {SYSTEMS[mode]}"] = checked
         assert not mode or checked["tokens_equal_to_those_alone"] == 1.0, checked
-        scope: dict[str, Any] = {
-            "system": SYSTEMS[mode],
-            "model": name,
-            "scope": "replica",
-            "note": device,
-            "unit": "s",
-        }
-        results.add(metric="create_s", value=created, **scope)
-        results.add(metric="capture_s", value=captured, **scope)
     for batch in BATCHES[device]:
         found = cuda_steps_ms(engines, batch) if device == "cuda" else cpu_steps_ms(engines, batch)
         add(results, found, model=name, note=device, metric="decode_step_ms", batch=batch, context=128)
@@ -206,12 +195,12 @@ def main() -> None:
         for name in options.models or MODELS[device]:
             measure(name, device, Path(folder), results)
             free_memory()
+    found = {"hardware": own, "date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions()}
+    results.extra["runs"] = before.get("runs", {}) | {device: found}
     results.extra["ratios"] = ratios(results.rows)
     print(results.write(options.out))
-    for found in results.extra["ratios"]:
-        print(
-            f"{found['device']} {found['model']} {found['metric']} {found['batch']} {found['context']} {found['ratio']:.2f}"
-        )
+    for line in results.extra["ratios"]:
+        print(*(line[name] for name in ("device", "model", "metric", "batch", "context")), f"{line['ratio']:.2f}")
     sys.stdout.flush()
 
 
