@@ -67,8 +67,8 @@ def kills(options: argparse.Namespace) -> Results:
 
 def _kill_figures(findings: Findings) -> list[tuple[str, str, float]]:
     return [
-        ("kills", "SIGKILLs", findings.kills),
-        ("streams", "answers", findings.plan.streams),
+        ("kills", "kills", findings.kills),
+        ("answers", "answers", findings.plan.streams),
         ("tokens", "tokens", findings.tokens),
         ("lost", "answers", findings.lost),
         ("duplicated", "tokens", findings.duplicated),
@@ -79,7 +79,7 @@ def _kill_figures(findings: Findings) -> list[tuple[str, str, float]]:
         ("unmoved_gap_p99_ms", "ms", 1000 * percentile(findings.other_gaps_s, 0.99)),
         ("duration_s", "s", findings.duration_s),
         ("router_growth_mib", "MiB", findings.router_mib[1] - findings.router_mib[0]),
-        ("router_new_fds", "descriptors", findings.router_fds[1] - findings.router_fds[0]),
+        ("router_new_descriptors", "descriptors", findings.router_fds[1] - findings.router_fds[0]),
     ]
 
 

@@ -251,10 +251,11 @@ def by_note(document: Document) -> str:
     lines: dict[str, dict[str, Document]] = {}
     for row in document["rows"]:
         lines.setdefault(row.get("note", ""), {})[row["metric"]] = row
-    head = [
-        f"{metric.removesuffix('_ms').removesuffix('_s').replace('_', ' ')}, {unit}" for metric, unit in units.items()
-    ]
+    names = {metric: metric.removesuffix(f"_{unit.lower()}").replace("_", " ") for metric, unit in units.items()}
+    head = [name if name == units[metric] else f"{name}, {units[metric]}" for metric, name in names.items()]
     body = [[note, *(_value(found.get(metric)) for metric in units)] for note, found in lines.items()]
+    if list(lines) == [""]:
+        return markdown(head, [line[1:] for line in body], numbers=len(units))
     return markdown(["", *head], body, numbers=len(units))
 
 
