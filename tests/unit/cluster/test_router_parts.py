@@ -20,10 +20,10 @@ from cluster.errors import (
     ReplicaUnresponsive,
     SlowReader,
 )
+from cluster.heap import settle_heap
 from cluster.router.answering import Answering
 from cluster.router.canary import NUM_TOKENS, canary_request, run_canary
 from cluster.router.loss import LossKind
-from cluster.router.server import settle_heap
 from cluster.router.stream import LinkStream
 from protos import control_pb2, replica_pb2
 from protos import generation_pb2 as pb
@@ -254,7 +254,7 @@ def test_a_stream_with_a_gap_is_broken_and_one_that_a_client_cut_is_not() -> Non
     assert (gap.is_broken, cut.is_broken) == (True, False)
 
 
-def test_what_a_router_starts_with_is_not_looked_at_by_later_collections() -> None:
+def test_what_a_process_starts_with_is_not_looked_at_by_later_collections() -> None:
     before = gc.get_freeze_count()
     try:
         settle_heap()
