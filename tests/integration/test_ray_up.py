@@ -164,7 +164,7 @@ def test_nobody_else_on_a_node_reads_the_token(cluster: Cluster, address: str) -
 
 def test_a_router_that_dies_is_back_and_finds_its_replicas(cluster: Cluster, address: str) -> None:
     cluster.head.shell("kill -9 $(pgrep -P $(cat ~/graphpool-router.pid))")
-    until(lambda: is_ready(cluster, address), "the router", 30)
+    until(lambda: is_ready(cluster, address), "the router", 90)
 
 
 def test_a_changed_serve_config_replaces_the_replicas(cluster: Cluster, address: str) -> None:
@@ -189,6 +189,6 @@ def test_ray_up_again_takes_what_has_changed_to_every_node(cluster: Cluster, add
 def test_ray_down_ends_ray_on_every_node(cluster: Cluster, address: str) -> None:
     cluster.on_head("bash ~/graphpool/deploy/node/router.sh stop")
     cluster.operate(f"ray down -y {CLUSTER_FILE}")
-    until(lambda: set(cluster.head.listening_ports()) == {SSH_PORT}, "the head", 30)
+    until(lambda: set(cluster.head.listening_ports()) == {SSH_PORT}, "the head", 90)
     # `ray down` leaves the workers of a local provider to find out for themselves.
     until(lambda: not cluster.worker.run("pgrep", "-x", "raylet").stdout, "the worker", 240)
