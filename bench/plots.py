@@ -110,6 +110,28 @@ def shares_by_context(document: Document) -> Any:
     return figure
 
 
+def pool_growth(document: Document) -> Any:
+    """What a pool gives, and how long a first token takes, by its number of replicas."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in document["rows"]:
+        found.setdefault(row["metric"], []).append((int(row["note"].split()[0]), row["value"]))
+    figure, axes = _axes(title="pool: tokens/s and first tokens behind one router", document=document)
+    for metric, style, label in (("offered_tokens_per_s", "--", "offered"), ("tokens_per_s", "-", "answered")):
+        axes.plot(*zip(*found[metric], strict=True), style, marker="o", markersize=3, color="tab:blue", label=label)
+    axes.set_xticks([replicas for replicas, _ in found["tokens_per_s"]])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("replicas")
+    axes.set_ylabel("tokens/s")
+    times = axes.twinx()
+    for metric, style in (("ttft_p50_ms", "-"), ("ttft_p99_ms", ":")):
+        label = f"first token, {metric.removeprefix('ttft_').removesuffix('_ms')}"
+        times.plot(*zip(*found[metric], strict=True), style, marker="s", markersize=3, color="tab:red", label=label)
+    times.set_ylim(bottom=0)
+    times.set_ylabel("ms")
+    figure.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0.13, 0.86))
+    return figure
+
+
 def _axes(*, document: Document, title: str, width: float = 8.0, height: float = 4.0) -> tuple[Any, Any]:
     from matplotlib import pyplot
 
@@ -123,4 +145,5 @@ _PLOTS: dict[str, Callable[[Document], Any]] = {
     "graph_keys": key_memory,
     "graph_ordering": ratio_bars,
     "graph_seeds": ratio_bars,
+    "pool": pool_growth,
 }

@@ -321,4 +321,6 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "chaos_kills": by_note,
     "chaos_model": by_note,
     "chaos_schedules": by_note,
+    "cluster_events": by_note,
+    "pool": by_note,
 }

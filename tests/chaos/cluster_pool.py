@@ -21,7 +21,7 @@ from tests.fakes.served_script import deploy_script
 READY = control_pb2.REPLICA_STATE_READY
 QUICK: dict[str, object] = {"announce_period_s": 0.2, "reconnect_max_s": 0.5, "canary_timeout_s": 10.0}
 """A router whose pool changes often; what finds faults, and how long answers wait, is as in production."""
-KNOBS: dict[str, object] = {"step_s": 0.02, "max_rows": 4}
+STEP_S = 0.02
 ONE_TRY = ClientConfig(max_attempts=1)
 """What a client would try again counts as lost."""
 DRAIN_TIMEOUT_S = 20.0
@@ -36,12 +36,12 @@ class ClusterPool:
     router_address: str
     num_deployments: int = 0
 
-    async def deploy(self, *, num_replicas: int = 1, scaling: ScalingConfig | None = None) -> None:
+    async def deploy(self, *, num_replicas: int = 1, max_rows: int = 16, scaling: ScalingConfig | None = None) -> None:
         """Make the application what it is to be, without waiting for it. Every call makes new replicas."""
         self.num_deployments += 1
         replica = ReplicaConfig(routers=(self.router_address,), announce_period_s=0.2)
         config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling)
-        knobs = {**KNOBS, "max_waiting": 256 + self.num_deployments}
+        knobs = {"step_s": STEP_S, "max_rows": max_rows, "max_waiting": 256 + self.num_deployments}
         await self.ray.call(deploy_script, config, knobs, DRAIN_TIMEOUT_S)
 
     async def ready(self) -> set[str]:
