@@ -53,7 +53,7 @@ class StepMemory:
     def _walk(self, key: GraphKey, step: _Step) -> None:
         width, pool = round_up(key.tier, self.block_size), step.pool
         if key.phase == "sample":
-            step.sample(key.bucket)
+            step.sample(key.bucket, only_draws=key.variant == "draw")
             return
         if key.phase == "decode" and self.fused:
             step.run(step.nothing, sampled=key.bucket, widens=False)
@@ -107,12 +107,13 @@ class _Step:
             with self.pool.held(self.hidden):
                 self._head(sampled, widens=widens)
 
-    def sample(self, rows: int) -> None:
+    def sample(self, rows: int, *, only_draws: bool) -> None:
         """The stage after a step, over logits that lie outside the pool."""
         outputs = rows * (2 + NUM_DETAILS) * INDEX_BYTES
         logits = rows * self.shape.vocab_size
         fused = scratch_bytes(rows, self.shape.vocab_size) if self._fused else []
-        sizes = fused or [logits * FLOAT_BYTES] * 3 + [logits * INDEX_BYTES] * 6
+        single, double = (2, 3) if only_draws else (3, 5)
+        sizes = fused or [logits * FLOAT_BYTES] * single + [logits * INDEX_BYTES] * double
         with self.pool.held(*sizes, outputs):
             pass
 

@@ -25,14 +25,16 @@ FRACTION_ONE = 1 << UNIFORM_BITS
 
 def masses(exponents: torch.Tensor) -> torch.Tensor:
     """y float32, at most 0 -> int64. NaN has no mass."""
-    clamped = exponents.nan_to_num(nan=LEAST_EXPONENT, neginf=LEAST_EXPONENT).clamp(min=LEAST_EXPONENT)
+    clamped = torch.fmax(exponents, exponents.new_full((), LEAST_EXPONENT))
     whole = clamped.floor()
-    rest = clamped - whole
-    power = torch.full_like(rest, COEFFICIENTS[0])
-    for coefficient in COEFFICIENTS[1:]:
-        power = power.mul_(rest).add_(coefficient)  # two roundings: fused into one they would give other bits
-    mantissa = (power * 2.0**MANTISSA_BITS).to(torch.int64)
-    return (mantissa << (UNIT_BITS - MANTISSA_BITS)) >> (-whole).to(torch.int64)
+    rest = clamped.sub_(whole)
+    power = rest * COEFFICIENTS[0]
+    for coefficient in COEFFICIENTS[1:-1]:
+        power = power.add_(coefficient).mul_(rest)  # two roundings: fused into one they would give other bits
+    power.add_(COEFFICIENTS[-1])
+    # A power of two more in the exponent, and what is left of the point cut off: exact.
+    raised = whole.to(torch.int32).add_(UNIT_BITS).bitwise_left_shift_(MANTISSA_BITS)
+    return raised.add_(power.view(torch.int32)).view(torch.float32).to(torch.int64)
 
 
 def share(total: torch.Tensor, fraction: torch.Tensor) -> torch.Tensor:

@@ -57,9 +57,11 @@ class _Choice:
         self.raw_best = _at(self.raw, self.greedy)
 
     def make(self) -> Sampled:
-        logits = self._edited() if self.needs & Need.EDITS else self.raw
-        chosen = 0x7FFFFFFF - (token_keys(logits).amax(dim=-1) & 0x7FFFFFFF)
-        best = _at(logits, chosen)
+        logits, chosen, best = self.raw, self.greedy, self.raw_best
+        if self.needs & Need.EDITS:
+            logits = self._edited()
+            chosen = logits.argmax(dim=-1)
+            best = _at(logits, chosen)
         if self.needs & Need.RANDOM:
             chosen = torch.where(self._has(Need.RANDOM), self._drawn(logits, best), chosen)
         is_finite = self.raw_best.isfinite() & best.isfinite()
