@@ -116,7 +116,7 @@ def pool_growth(document: Document) -> Any:
     for row in document["rows"]:
         found.setdefault(row["metric"], []).append((int(row["note"].split()[0]), row["value"]))
     figure, axes = _axes(title="pool: tokens/s and first tokens behind one router", document=document)
-    for metric, style, label in (("offered_tokens_per_s", "--", "offered"), ("tokens_per_s", "-", "answered")):
+    for metric, style, label in (("asked_tokens_per_s", "--", "asked for"), ("tokens_per_s", "-", "answered")):
         axes.plot(*zip(*found[metric], strict=True), style, marker="o", markersize=3, color="tab:blue", label=label)
     axes.set_xticks([replicas for replicas, _ in found["tokens_per_s"]])
     axes.set_ylim(bottom=0)

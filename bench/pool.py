@@ -1,7 +1,7 @@
 """How a pool grows: tokens a second and time to first token with 1, 2 and 4 replicas behind one router.
 
     python -m bench.pool                                                          # for a machine of 16 cores
-    python -m bench.pool --rows 8 --step-ms 40 --clients 1 --seconds 15           # for two
+    python -m bench.pool --rows 16 --step-ms 40 --clients 1 --seconds 15          # for two
 
 Replicas are processes with scripted engines of a known capacity (rows / step), so that what is measured is the way to them.
 Requests arrive as a Poisson process does, at a share of the capacity of all replicas. Every token of every answer is compared
@@ -28,6 +28,8 @@ from bench.results_file import Results, cpu_name
 from tests.chaos.chaos_pool import ChaosPool, chaos_pool
 
 WARM_UP_S = 2.0
+MAX_WAITING = 100_000
+"""Nothing is refused: what is too much shows in the time to first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,14 @@ class Point:
     busy: float
     """Part of all cores of the machine that was in use, by whatever."""
 
+    asked_tokens: int
+    """Of the requests that were due while it counted."""
+
+    @property
+    def asked_per_s(self) -> float:
+        """In tokens."""
+        return self.asked_tokens / self.seconds
+
     @property
     def tokens_per_s(self) -> float:
         return self.seen.tokens / self.seconds
@@ -94,8 +104,8 @@ class Point:
 
 async def measure_point(plan: Plan, replicas: int) -> Point:
     """A fresh pool of that size under its load."""
-    knobs = {"step_s": plan.step_ms / 1000, "max_rows": plan.rows, "max_waiting": 100_000}
-    async with chaos_pool(replicas, **knobs) as pool:
+    step_s = plan.step_ms / 1000
+    async with chaos_pool(replicas, step_s=step_s, max_rows=plan.rows, max_waiting=MAX_WAITING) as pool:
         return await _under_load(plan, replicas, pool)
 
 
@@ -124,7 +134,14 @@ async def _under_load(plan: Plan, replicas: int, pool: ChaosPool) -> Point:
         seen = Seen()
         for one in await asyncio.gather(*driven):
             seen.add(one)
-    return Point(replicas=replicas, seen=seen, seconds=plan.seconds, router_cpu_s=cpu_s, busy=busy)
+    return Point(
+        replicas=replicas,
+        seen=seen,
+        seconds=plan.seconds,
+        router_cpu_s=cpu_s,
+        busy=busy,
+        asked_tokens=seen.due * plan.tokens,
+    )
 
 
 def processor_s(process: psutil.Process) -> float:
@@ -147,9 +164,8 @@ def results_of(plan: Plan, points: Sequence[Point], *, load_average: str) -> Res
         extra={"load_average": load_average, "replica_tokens_per_s": plan.replica_tokens_per_s},
     )
     for point in points:
-        offered = plan.rate_per_s(point.replicas) * plan.tokens
         for metric, unit, value in (
-            ("offered_tokens_per_s", "1/s", round(offered)),
+            ("asked_tokens_per_s", "1/s", round(point.asked_per_s)),
             ("tokens_per_s", "1/s", round(point.tokens_per_s)),
             ("ttft_p50_ms", "ms", round(point.seen.first_token_ms(0.5), 1)),
             ("ttft_p99_ms", "ms", round(point.seen.first_token_ms(0.99), 1)),
@@ -171,7 +187,7 @@ def measure(plan: Plan) -> Results:
         point = asyncio.run(measure_point(plan, replicas))
         points.append(point)
         print(
-            f"{replicas} replicas: {point.tokens_per_s:.0f} of {plan.rate_per_s(replicas) * plan.tokens:.0f} tokens/s, "
+            f"{replicas} replicas: {point.tokens_per_s:.0f} of {point.asked_per_s:.0f} tokens/s, "
             f"first token p50 {point.seen.first_token_ms(0.5):.0f} ms, p99 {point.seen.first_token_ms(0.99):.0f} ms, "
             f"router {point.router_share:.2f} of a core, failed {point.seen.failed}, wrong {point.seen.wrong}",
             flush=True,

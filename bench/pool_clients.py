@@ -37,6 +37,8 @@ class Offer:
 class Seen:
     """What its clients got."""
 
+    due: int = 0
+    """Requests within the time that counts."""
     tokens: int = 0
     """That came within the time that counts."""
     first_token_s: list[float] = field(default_factory=list)
@@ -50,6 +52,7 @@ class Seen:
 
     def add(self, other: Seen) -> None:
         """Those of another process too."""
+        self.due += other.due
         self.tokens += other.tokens
         self.first_token_s += other.first_token_s
         self.answers += other.answers
@@ -89,9 +92,10 @@ async def _drive(offer: Offer) -> Seen:
     async with asyncio.TaskGroup() as tasks:
         for number, due_s in enumerate(arrivals(offer.rate_per_s, offer.begin_s, offer.end_s, offer.seed)):
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            seen.due += due_s >= offer.count_from_s
             tasks.create_task(_ask(stubs[number % NUM_CHANNELS], offer, seen, number, due_s))
     for channel in channels:
-        await channel.close()
+        await channel.close(None)
     return seen
 
 

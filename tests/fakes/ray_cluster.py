@@ -18,7 +18,6 @@ from cluster.private_ray import OBJECT_STORE_BYTES, PrivateRay  # first: it sets
 
 import psutil  # isort: skip
 
-HOST = "127.0.0.1"
 DEAD_NODE = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
@@ -95,7 +94,8 @@ class RayCluster(PrivateRay):
         from ray.cluster_utils import Cluster
 
         folder = Path(str(self._folder))
-        logging.getLogger("ray").setLevel(logging.ERROR)
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         ray._private.worker._worker_logs_enabled = False
         config = {**DEAD_NODE, "gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")}
         head = {
@@ -152,7 +152,7 @@ def _without_hooks() -> Iterator[None]:
 
 
 def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
+    with socket.create_server(("", 0)) as server:
         return int(server.getsockname()[1])
 
 

@@ -14,8 +14,17 @@ PLAN = Plan(rows=10, step_ms=20, tokens=50, occupancy=0.5)
 
 
 def point(replicas: int, *, wrong: int = 0, failed: dict[str, int] | None = None) -> Point:
-    seen = Seen(tokens=1000 * replicas, first_token_s=[0.01, 0.02, 0.5], answers=20, wrong=wrong, failed=failed or {})
-    return Point(replicas=replicas, seen=seen, seconds=10.0, router_cpu_s=0.5 * replicas, busy=0.4)
+    seen = Seen(
+        due=100 * replicas,
+        tokens=1000 * replicas,
+        first_token_s=[0.01, 0.02, 0.5],
+        answers=20,
+        wrong=wrong,
+        failed=failed or {},
+    )
+    return Point(
+        replicas=replicas, seen=seen, seconds=10.0, router_cpu_s=0.5 * replicas, busy=0.4, asked_tokens=5000 * replicas
+    )
 
 
 def test_the_rate_is_a_share_of_what_all_replicas_can_give() -> None:
@@ -42,8 +51,8 @@ def test_arrivals_are_as_many_as_the_rate_says_and_the_same_for_a_seed() -> None
 
 def test_what_processes_of_clients_saw_adds_up() -> None:
     total = Seen(failed={"UNAVAILABLE": 1})
-    total.add(Seen(tokens=3, first_token_s=[0.1], answers=1, wrong=1, failed={"UNAVAILABLE": 2, "INTERNAL": 1}))
-    assert (total.tokens, total.answers, total.wrong) == (3, 1, 1)
+    total.add(Seen(due=2, tokens=3, first_token_s=[0.1], answers=1, wrong=1, failed={"UNAVAILABLE": 2, "INTERNAL": 1}))
+    assert (total.due, total.tokens, total.answers, total.wrong) == (2, 3, 1, 1)
     assert total.failed == {"UNAVAILABLE": 3, "INTERNAL": 1}
     assert total.first_token_ms(0.99) == 100
     assert Seen().first_token_ms(0.5) == 0
@@ -53,7 +62,7 @@ def test_a_size_of_the_pool_is_a_line_with_the_routers_share_and_limit() -> None
     results = results_of(PLAN, [point(1), point(2)], load_average="1")
     two = {row.metric: row.value for row in results.rows if row.note == "2 replicas"}
     assert two["tokens_per_s"] == 200
-    assert two["offered_tokens_per_s"] == 500
+    assert two["asked_tokens_per_s"] == 1000
     assert (two["ttft_p50_ms"], two["ttft_p99_ms"]) == (20.0, 500.0)
     assert two["router_share"] == 0.1
     assert two["router_tokens_per_s_per_core"] == 2000
