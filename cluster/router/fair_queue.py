@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -16,8 +17,8 @@ from worker.errors import DeadlineExceeded
 
 QUANTUM_TOKENS = 512.0
 """What a tenant of weight 1 may spend in one round; a smaller one is fairer over short times, and takes more rounds."""
-HEADROOM = 8
-"""One row in so many is kept for tenants that hold less than their share, so that they need not wait for an end."""
+MAX_HEADROOM = 0.25
+"""Of the rows, at most this part is kept for tenants that hold less than their share."""
 REMEMBERED_S = 60.0
 """A tenant that asked for nothing for this long is not expected: no row is kept for it."""
 RETRY_S = 0.5
@@ -119,6 +120,14 @@ class FairQueue(Generic[T]):
         if self._round[0] == tenant:
             self._is_served = False
         self._round.remove(tenant)
+
+
+def headroom(capacity: int) -> int:
+    """Rows to keep for those with less than their share, so that they need not wait for an end.
+
+    Arrivals vary by the root of their number, so a large pool keeps a smaller part of its rows than a small one.
+    """
+    return min(math.isqrt(capacity), int(MAX_HEADROOM * capacity))
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +233,7 @@ class FairGate:
             return True
         if used + turn.rows > capacity:
             return False
-        return self._is_within_share(turn, capacity) or used + turn.rows <= capacity - capacity // HEADROOM
+        return self._is_within_share(turn, capacity) or used + turn.rows <= capacity - headroom(capacity)
 
     def _may_go_first(self, turn: _Turn) -> bool:
         return self._may_go(turn) and self._is_within_share(turn, self._capacity())
