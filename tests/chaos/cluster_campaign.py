@@ -149,12 +149,13 @@ class Campaign:
             await self._lose(lambda: ray.call(ray.kill_replica))
         self._over(event)
 
-    async def _lose(self, kill: Callable[[], Awaitable[object]]) -> None:
-        """Kill, and wait until as many are ready as before."""
+    async def _lose(self, kill: Callable[[], Awaitable[int]]) -> None:
+        """Kill so many, and wait until as many are ready as before, so many of them new."""
         before = await self.pool.ready()
-        await kill()
-        await self.pool.until(lambda ready: not before <= ready)
-        await self.pool.until(lambda ready: len(ready) == NUM_REPLICAS and bool(ready - before), 120)
+        num_lost = await kill()
+        await self.pool.until(
+            lambda ready: len(ready) == NUM_REPLICAS and len(ready - before) >= num_lost, timeout_s=120.0
+        )
 
     def _over(self, event: Event) -> None:
         self.events.append(event)

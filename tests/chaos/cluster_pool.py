@@ -54,7 +54,7 @@ class ClusterPool:
         """Wait until exactly so many are ready, none of them one of `without`; returns them."""
         return await self.until(lambda ready: len(ready) == num_replicas and not ready & without, timeout_s)
 
-    async def until(self, holds: Callable[[set[str]], bool], timeout_s: float = 30.0) -> set[str]:
+    async def until(self, holds: Callable[[set[str]], bool], timeout_s: float = 60.0) -> set[str]:
         """Wait until that is so of those that are ready; returns them."""
         give_up_s = time.monotonic() + timeout_s
         while not holds(ready := await self.ready()):

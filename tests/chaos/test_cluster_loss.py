@@ -31,8 +31,7 @@ async def test_a_node_killed_under_load_loses_changes_and_repeats_nothing() -> N
         began_s = time.monotonic()
         async with load.during("node killed") as event:
             num_killed = await pool.kill_fullest_node()
-            await pool.until(lambda ready: len(ready) == 3 - num_killed)
-            await pool.until(lambda ready: len(ready) == 3 and len(ready - before) == num_killed, 120)
+            await pool.until(lambda ready: len(ready) == 3 and len(ready - before) >= num_killed, 120)
         await load.end()
     print(f"{event.line()}; {time.monotonic() - began_s:.1f} s in all")
     assert num_killed == 2, "Serve spreads three replicas over two nodes"

@@ -21,10 +21,13 @@ import psutil  # isort: skip
 DEAD_NODE = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
-    "health_check_timeout_ms": 2000,
+    "health_check_timeout_ms": 5000,
     "health_check_failure_threshold": 3,
 }
-"""When the head gives a node up. By Ray's defaults after 13 s, for which Serve goes on placing replicas there."""
+"""When the head gives a node up. By Ray's defaults after 13 s, for which Serve goes on placing replicas there.
+
+Where processes are dead, checks fail at once; the timeout is for those of a busy machine.
+"""
 NODE: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
 
 
@@ -69,10 +72,11 @@ class RayCluster(PrivateRay):
         self._cluster.remove_node(node, allow_graceful=False)
         return num_replicas
 
-    def kill_replica(self) -> None:
-        """SIGKILL to one replica on the fullest node."""
+    def kill_replica(self) -> int:
+        """SIGKILL to one replica on the fullest node; how many those were."""
         node = max(self._cluster.worker_nodes, key=lambda one: len(_replicas(one)))
         _kill(_replicas(node)[0])
+        return 1
 
     def controller(self) -> psutil.Process | None:
         """Serve's, while there is one."""
