@@ -14,8 +14,8 @@ from worker.sampling_table import ALL_NEEDS, Need, Place, SamplingTable, Samplin
 
 Sample = Callable[[torch.Tensor, SamplingViews, Need], Sampled]
 
-_BUCKET = 22
-"""Half of its rows, and one, are drawn: each kind twice."""
+_BUCKET = 10
+"""Half of its rows, and one, are drawn: each kind once."""
 _SPREADS = (1.0, 0.2)
 """Of logits, as a part of what is drawn: about those of a trained model, and flat ones."""
 _STATE = ("whole", "counts", "last_tokens")

@@ -46,9 +46,12 @@ class SamplingStage:
             return None
         from worker.kernels.sample import sample as fused  # triton takes a second to import
 
-        if agrees(fused, self.table.vocab_size, self.table.last_tokens.device):
-            return fused
-        log.error("the fused sampling stage disagrees with the plain one, which takes its place")
+        try:
+            if agrees(fused, self.table.vocab_size, self.table.last_tokens.device):
+                return fused
+            log.error("the fused sampling stage disagrees with the plain one, which takes its place")
+        except torch.OutOfMemoryError:
+            log.error("no memory to compare the fused sampling stage with the plain one, which takes its place")
         return None
 
     def prepare(self) -> None:

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.fakes.tiny_model import tiny_engine, tiny_model
 from tests.fakes.triton_interpreter import DEVICE
-from worker import sampler
+from worker import sampler, sampling_stage
 from worker.kernels import sample as fused
+from worker.runner import EagerRunner
 from worker.sampler import Sampled
 from worker.sampling_check import agrees
 from worker.sampling_table import Need, SamplingViews
@@ -45,3 +47,19 @@ def test_what_nobody_reads_may_differ() -> None:
         return packed, details
 
     assert agrees(other, VOCAB, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("outcome", "is_fused"), [(True, True), (False, False), (torch.OutOfMemoryError(), False)])
+def test_a_stage_serves_fused_only_if_it_agrees(
+    outcome: bool | Exception, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*_: object) -> bool:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(sampling_stage, "agrees", answer)
+    monkeypatch.setattr(sampling_stage, "_may_fuse", lambda *_: True)
+    runner = tiny_engine(tiny_model(), max_batch=2).runner
+    assert isinstance(runner, EagerRunner)
+    assert (runner.sampling._fused is not None) == is_fused
