@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import QuotaExceeded
 from cluster.router.capacity import num_rows
-from cluster.router.fair_queue import FairGate, FairQueue
+from cluster.router.fair_queue import FairGate, FairQueue, headroom
 from protos import control_pb2
 from worker.errors import DeadlineExceeded
 
@@ -134,9 +134,9 @@ async def test_rows_are_kept_for_a_tenant_with_less_than_its_share() -> None:
         pass  # it was here lately
     tasks = [asyncio.create_task(hold(gate, "noisy", release)) for _ in range(40)]
     await asyncio.sleep(0)
-    assert gate.num_rows == 14
+    assert gate.num_rows == 12
     async with gate.turn("quiet", cost=1, rows=1, timeout_s=0.1):
-        assert gate.num_rows == 15
+        assert gate.num_rows == 13
     release.set()
     await asyncio.gather(*tasks)
 
@@ -258,6 +258,19 @@ async def test_a_pool_that_grows_lets_more_through() -> None:
     assert gate.num_rows == 3
     release.set()
     await asyncio.gather(*tasks)
+
+
+def test_few_rows_are_kept_of_a_large_pool_and_none_of_a_tiny_one() -> None:
+    assert {rows: headroom(rows) for rows in (0, 1, 3, 4, 8, 16, 64, 256)} == {
+        0: 0,
+        1: 0,
+        3: 0,
+        4: 1,
+        8: 2,
+        16: 4,
+        64: 8,
+        256: 16,
+    }
 
 
 def test_rows_of_a_pool_are_those_its_replicas_report() -> None:
