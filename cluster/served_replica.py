@@ -10,6 +10,12 @@ from worker.config import WorkerConfig
 
 NODE_ADDRESS = "node-address"
 """As `advertise`: the address of the node that the replica is placed on."""
+ROUTED_WITHIN_S = 10.0
+"""How long a new replica waits to be known to a router before it tells Serve that it is there.
+
+Serve then takes the next old one away: it must not be gone before requests come to the new one. Without any router
+there is nobody to lose, and Serve is not kept waiting for good.
+"""
 
 
 class ServedReplica:
@@ -24,6 +30,7 @@ class ServedReplica:
         self._drain_timeout_s = drain_timeout_s
         configure_tracing("graphpool-replica")
         self._process = await ReplicaProcess.open(worker, placed(config))
+        await self._process.server.wait_routed(ROUTED_WITHIN_S)
 
     async def check_health(self) -> None:
         """Raise when the engine makes no progress although it has work."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -28,6 +29,8 @@ class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):
         self._config = config
         self._hello = hello
         self._sessions: set[AttachSession] = set()
+        self.answered = asyncio.Event()
+        """Some router has had a whole answer."""
 
     def hang_up(self) -> None:
         """End every session once it has sent what there is."""
@@ -39,7 +42,7 @@ class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):
         request_iterator: object,  # noqa: ARG002  # the session reads from the context
         context: Context,
     ) -> None:
-        session = AttachSession(self._backend, self._config, self._hello())
+        session = AttachSession(self._backend, self._config, self._hello(), answered=self.answered)
         self._sessions.add(session)
         try:
             async with status.on_error(context):

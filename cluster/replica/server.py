@@ -157,6 +157,15 @@ class ReplicaServer:
         """Announce to these routers instead of the configured ones."""
         self._announcer.announce_to(routers)
 
+    async def wait_routed(self, timeout_s: float) -> bool:
+        """Wait until some router has had an answer, which is the canary's at first; False when none has in time."""
+        try:
+            await asyncio.wait_for(self._attach.answered.wait(), timeout_s)
+        except TimeoutError:
+            log.warning("replica %s: no router has come within %.0f s", self.name, timeout_s)
+            return False
+        return True
+
     def check(self) -> None:
         """Raise EngineDead or EngineStalled if the engine makes no progress although it has work."""
         self._engine.check()

@@ -44,7 +44,16 @@ class AttachSession:
     read at all is given up: `run` then raises SlowReader, and its requests end.
     """
 
-    def __init__(self, backend: EngineBackend, config: ReplicaConfig, hello: replica_pb2.ReplicaHello) -> None:
+    def __init__(
+        self,
+        backend: EngineBackend,
+        config: ReplicaConfig,
+        hello: replica_pb2.ReplicaHello,
+        *,
+        answered: asyncio.Event | None = None,
+    ) -> None:
+        self.answered = answered or asyncio.Event()
+        """A whole answer has gone out, such as that to the canary."""
         self._backend = backend
         self._config = config
         self._hello: replica_pb2.ReplicaHello | None = hello
@@ -137,6 +146,8 @@ class AttachSession:
                 # Also when the router hangs up meanwhile: a drain would wait for them in vain.
                 for live in ended:
                     self._backend.close(live)
+            if any(live.error is None for live in ended):
+                self.answered.set()
             self._writing_since_s = None
             if self._is_ending and not self._dirty and not self._wake.is_set():
                 return

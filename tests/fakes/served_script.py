@@ -25,7 +25,7 @@ class ServedScript:
     async def __init__(self, config: ReplicaConfig, knobs: dict[str, Any], drain_timeout_s: float) -> None:  # type: ignore[misc]
         from cluster.replica.events import EventFanout
         from cluster.replica.server import ReplicaServer
-        from cluster.served_replica import placed
+        from cluster.served_replica import ROUTED_WITHIN_S, placed
         from tests.fakes.script_engine import ScriptEngine, ScriptKnobs
 
         self._drain_timeout_s = drain_timeout_s
@@ -33,6 +33,7 @@ class ServedScript:
         self._engine = ScriptEngine(events, ScriptKnobs(**knobs))
         self._server = ReplicaServer(placed(config), self._engine, events=events)
         await self._server.start()
+        await self._server.wait_routed(ROUTED_WITHIN_S)
 
     async def check_health(self) -> None:
         self._server.check()

@@ -234,3 +234,15 @@ async def test_a_connection_past_its_age_takes_no_new_calls_and_finishes_what_it
             async for piece in pieces:
                 received += piece.choices[0].token_ids
     assert tuple(received) == script(PROMPT, 4, 0, 150)
+
+
+async def test_a_replica_knows_when_a_router_sends_it_requests() -> None:
+    alone = await start_replica()
+    try:
+        assert not await alone.server.wait_routed(0.3)
+        async with script_pool(0) as pool:
+            alone.server.announce_to((pool.router.address,))
+            assert await alone.server.wait_routed(10)
+            await until(lambda: pool.num_ready == 1)
+    finally:
+        await alone.stop()
