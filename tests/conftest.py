@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 # Read by gRPC when it is imported, and any test may import it before one starts Ray: its fork handlers hang Ray's daemons.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # Read by Triton when it is imported: without a GPU its kernels run in its interpreter.
@@ -23,3 +25,17 @@ if importlib.util.find_spec("hypothesis"):
 
     settings.register_profile("unhurried", deadline=None)
     settings.load_profile("unhurried")
+
+
+# Real processes, clocks and networks on a machine that others use too: a failure counts if it comes again. The summary
+# names every test that was run again, and why.
+RERUNS = {"integration": 2, "chaos": 2, "unit": 1}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let tests be run again where the plugin for it is there."""
+    if not config.pluginmanager.hasplugin("rerunfailures"):
+        return
+    for item in items:
+        folder = item.path.relative_to(config.rootpath / "tests").parts[0]
+        item.add_marker(pytest.mark.flaky(reruns=RERUNS.get(folder, 0)))
