@@ -42,11 +42,8 @@ from tests.fakes.waiting import until
 GENERATE = "/graphpool.v1.GenerationService/Generate"
 CHAT = "/graphpool.v1.GenerationService/Chat"
 LONGEST = ScriptKnobs().max_model_len
-OK, INVALID, EXHAUSTED = (
-    grpc.StatusCode.OK,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-)
+OK, INVALID = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 INT32, INT64 = 2**31, 2**63
 
 

@@ -55,7 +55,7 @@ class ScriptedBuild:
 
 
 def scripted_build(knobs: ScriptKnobs) -> Callable[..., ScriptedBuild]:
-    def build(worker: WorkerConfig, events: EventFanout, progress: object) -> ScriptedBuild:
+    def build(worker: WorkerConfig, events: EventFanout, *rest: object) -> ScriptedBuild:
         return ScriptedBuild(ScriptEngine(events, knobs))
 
     return build
@@ -86,8 +86,8 @@ async def test_closing_lets_the_running_answer_finish(monkeypatch: pytest.Monkey
 async def test_an_engine_without_a_port_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[ScriptedBuild] = []
 
-    def build(worker: WorkerConfig, events: EventFanout, progress: object) -> ScriptedBuild:
-        built.append(scripted_build(ScriptKnobs())(worker, events, progress))
+    def build(worker: WorkerConfig, events: EventFanout, *rest: object) -> ScriptedBuild:
+        built.append(scripted_build(ScriptKnobs())(worker, events, *rest))
         return built[-1]
 
     monkeypatch.setattr(replica_process, "_build", build)

@@ -35,8 +35,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_every_kernel_of_a_step_compiles_for_every_shape(compiled: list[dict[str, Any]]) -> None:
     assert {kernel["name"] for kernel in compiled} == {
-        *("_rms_norm", "_silu_mul", "_rope_and_cache", "_decode_attention", "_prefill_attention"),
-        *("_block_best", "_row_best", "_pick_tokens"),
+        *("_rms_norm", "_silu_mul", "_rope_and_cache", "_decode_attention"),
+        *("_prefill_attention", "_merge_splits", "_block_best", "_row_best", "_pick_tokens"),
     }
 
 
