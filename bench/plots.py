@@ -128,7 +128,7 @@ def pool_growth(document: Document) -> Any:
         times.plot(*zip(*found[metric], strict=True), style, marker="s", markersize=3, color="tab:red", label=label)
     times.set_ylim(bottom=0)
     times.set_ylabel("ms")
-    figure.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0.13, 0.86))
+    figure.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 0.02), ncols=4)
     return figure
 
 
