@@ -11,7 +11,7 @@ from tests.chaos.schedules import run_schedule
 from tests.chaos.virtual_time import Deadlock, run_virtual
 
 FIRST = 1
-COUNT = 40
+COUNT = 30
 
 
 def test_no_schedule_breaks_an_invariant() -> None:
