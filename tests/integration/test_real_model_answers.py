@@ -225,6 +225,8 @@ def test_the_grpcurl_lines_of_the_documents_work_by_reflection_alone(pool: RealP
                 f"/{path}", request_serializer=asked.SerializeToString, response_deserializer=answer.FromString
             )
             pieces = [json.loads(json_format.MessageToJson(piece)) for piece in call(message, timeout=30)]
-            text = "".join(choice["message"].get("content", "") for piece in pieces for choice in piece["choices"])
+            text = "".join(
+                choice.get("message", {}).get("content", "") for piece in pieces for choice in piece["choices"]
+            )
             assert text
             assert pieces[-1]["execution"]["replica"] == "alone"
