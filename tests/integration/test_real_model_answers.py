@@ -226,7 +226,9 @@ def test_the_grpcurl_lines_of_the_documents_work_by_reflection_alone(pool: RealP
             )
             pieces = [json.loads(json_format.MessageToJson(piece)) for piece in call(message, timeout=30)]
             text = "".join(
-                choice.get("message", {}).get("content", "") for piece in pieces for choice in piece["choices"]
+                choice.get("text", "") or choice.get("message", {}).get("content", "")
+                for piece in pieces
+                for choice in piece["choices"]
             )
             assert text
             assert pieces[-1]["execution"]["replica"] == "alone"
