@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from worker.attention.pooled_prefill import PooledPrefill
 from worker.attention.prefill import attend_causal
 from worker.kv_cache import KVCache
 
 
-class FreshPrefillAttention:
+class FreshPrefillAttention(PooledPrefill):
     """A prompt from position 0, whole in this step: plainly causal, so that padding at the end changes no live token."""
-
-    def __init__(self, kv_cache: KVCache, *, slots: torch.Tensor) -> None:
-        self.kv_cache = kv_cache
-        self.slots = slots
-
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]."""
-        self.kv_cache.write(layer, self.slots, k, v)
-        return self.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window)
 
     def attend(
         self,
@@ -47,7 +30,7 @@ class FreshPrefillAttention:
         return attend_causal(q, k, v, mask, scale)
 
 
-class ChunkPrefillAttention:
+class ChunkPrefillAttention(PooledPrefill):
     """A later chunk of a prompt, against everything before it, over the full width of a tier.
 
     Reads `block_table` [width] int32, `positions` [tokens] int64 and `context_len` [1] int64 (with this chunk).
@@ -63,27 +46,12 @@ class ChunkPrefillAttention:
         block_table: torch.Tensor,
         context_len: torch.Tensor,
     ) -> None:
-        self.kv_cache = kv_cache
-        self.slots = slots
+        super().__init__(kv_cache, slots=slots)
         self.block_table = block_table
         self.places = torch.arange(block_table.shape[0] * kv_cache.block_size, device=slots.device)
         self.positions = positions[:, None]
         self.dead = (self.places >= context_len)[:, None, None]
         self.mask = self.places <= self.positions
-
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]."""
-        self.kv_cache.write(layer, self.slots, k, v)
-        return self.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window)
 
     def attend(
         self,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from worker.attention.pooled_prefill import PooledPrefill
 from worker.attention.prefill import attend_causal
 from worker.kv_cache import KVCache
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 
 
-class PackedPrefillAttention:
+class PackedPrefillAttention(PooledPrefill):
     """Prompts from position 0 after one another; each token sees the earlier ones of its own prompt.
 
     Reads `offsets` [prompts + 1] int32: where each begins, ascending from 0, and the number of all tokens at the end.
@@ -18,24 +19,9 @@ class PackedPrefillAttention:
     """
 
     def __init__(self, kv_cache: KVCache, *, slots: torch.Tensor, offsets: torch.Tensor) -> None:
-        self.kv_cache = kv_cache
-        self.slots = slots
+        super().__init__(kv_cache, slots=slots)
         self.offsets = offsets
         self._masks: dict[int | None, torch.Tensor] = {}
-
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]."""
-        self.kv_cache.write(layer, self.slots, k, v)
-        return self.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window)
 
     def attend(
         self,

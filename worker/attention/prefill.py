@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from worker.attention.pooled_prefill import PooledPrefill
 from worker.kv_cache import KVCache
 
 
@@ -22,31 +23,13 @@ class PrefillSegment:
     """[blocks of the sequence up to start + count] int32."""
 
 
-class PagedPrefillAttention:
+class PagedPrefillAttention(PooledPrefill):
     """Causal attention segment by segment, with lengths known to the host; exact, not padded."""
 
     def __init__(self, kv_cache: KVCache, *, slots: torch.Tensor, segments: Sequence[PrefillSegment]) -> None:
-        self.kv_cache = kv_cache
-        self.slots = slots
+        super().__init__(kv_cache, slots=slots)
         self.segments = segments
         self._masks: dict[int | None, list[torch.Tensor | None]] = {}
-
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
-
-        `sliding_window` counts the keys a query sees, itself among them.
-        """
-        self.kv_cache.write(layer, self.slots, k, v)
-        return self.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window)
 
     def attend(
         self,
