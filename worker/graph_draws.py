@@ -76,21 +76,34 @@ class PrefillDraw:
         """See worker.graphs.region.DrawInputs. The one row of the output is valid."""
         count, start = self._lengths(generator)
         fill_history(self.kv_cache, self.scratch_blocks, generator, poison=poison)
-        host, size, bucket = self.inputs.staging.writable(), self.inputs.block_size, self.key.bucket
+        host, size = self.inputs.staging.writable(), self.inputs.block_size
         history = _history(self.scratch_blocks, start // size, generator)
         table = torch.tensor([*history, *self.scratch_blocks[: -(-count // size)]], dtype=torch.int64)
         positions = torch.arange(start, start + count)
-        host["token_ids"][:bucket] = self.vocab_size - 1 if poison else 0
-        host["positions"][:bucket] = 0
-        host["slots"][:bucket] = 0
-        host["token_ids"][:count] = torch.randint(self.vocab_size, (count,), generator=generator).numpy()
-        host["positions"][:count] = positions.numpy()
-        host["slots"][:count] = (table[positions // size] * size + positions % size).numpy()
+        self._write_tokens(positions, positions, table, generator, poison)
         host["context_len"][0], host["last"][0] = start + count, count - 1
         host["block_table"][...] = PADDING_BLOCK
         host["block_table"][: len(table)] = table.numpy()
         self.inputs.staging.upload()
         return 1
+
+    def _write_tokens(
+        self,
+        positions: torch.Tensor,
+        places: torch.Tensor,
+        table: torch.Tensor,
+        generator: torch.Generator,
+        poison: bool,
+    ) -> None:
+        """Random tokens at `positions`, whose keys and values go to `places` in the blocks of `table`; then padding."""
+        host, size, bucket = self.inputs.staging.writable(), self.inputs.block_size, self.key.bucket
+        count = len(positions)
+        host["token_ids"][:bucket] = self.vocab_size - 1 if poison else 0
+        host["positions"][:bucket] = 0
+        host["slots"][:bucket] = 0
+        host["token_ids"][:count] = torch.randint(self.vocab_size, (count,), generator=generator).numpy()
+        host["positions"][:count] = positions.numpy()
+        host["slots"][:count] = (table[places // size] * size + places % size).numpy()
 
     def _lengths(self, generator: torch.Generator) -> tuple[int, int]:
         """(tokens of the chunk, tokens before it)."""
@@ -101,34 +114,19 @@ class PrefillDraw:
         return count, _below((self.key.tier - count) // self.inputs.block_size + 1, generator) * self.inputs.block_size
 
 
-class PackedDraw:
+class PackedDraw(PrefillDraw):
     """Several prompts, in about three quarters of the bucket."""
-
-    def __init__(
-        self, inputs: PrefillInputs, kv_cache: KVCache, scratch_blocks: Sequence[int], key: GraphKey, vocab_size: int
-    ) -> None:
-        self.inputs = inputs
-        self.kv_cache = kv_cache
-        self.scratch_blocks = scratch_blocks
-        self.key = key
-        self.vocab_size = vocab_size
 
     def __call__(self, generator: torch.Generator, poison: bool) -> int:
         """See worker.graphs.region.DrawInputs. The rows of the prompts are valid."""
         fill_history(self.kv_cache, self.scratch_blocks, generator, poison=poison)
-        host, size, bucket = self.inputs.staging.writable(), self.inputs.block_size, self.key.bucket
         counts = self._counts(generator)
-        count = sum(counts)
-        host["token_ids"][:bucket] = self.vocab_size - 1 if poison else 0
-        host["positions"][:bucket] = 0
-        host["slots"][:bucket] = 0
-        host["token_ids"][:count] = torch.randint(self.vocab_size, (count,), generator=generator).numpy()
-        host["positions"][:count] = torch.cat([torch.arange(one) for one in counts]).numpy()
+        positions = torch.cat([torch.arange(one) for one in counts])
         # Prompts may share blocks here: keys and values go to places in the order of the run.
-        places = torch.arange(count)
-        table = torch.tensor(self.scratch_blocks[: -(-count // size)], dtype=torch.int64)
-        host["slots"][:count] = (table[places // size] * size + places % size).numpy()
-        write_packing(host, counts, bucket)
+        places = torch.arange(len(positions))
+        table = torch.tensor(self.scratch_blocks[: -(-len(positions) // self.inputs.block_size)], dtype=torch.int64)
+        self._write_tokens(positions, places, table, generator, poison)
+        write_packing(self.inputs.staging.writable(), counts, self.key.bucket)
         self.inputs.staging.upload()
         return len(counts)
 

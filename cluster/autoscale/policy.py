@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from typing import Any
 
 from cluster.autoscale.config import ScalingConfig
@@ -63,8 +64,6 @@ def replica_config(values: dict[str, Any]) -> ReplicaConfig:
 
 def autoscaling_options(scaling: ScalingConfig, replica: ReplicaConfig, model: str) -> dict[str, Any]:
     """For a deployment: this policy, and Serve's own delays out of its way."""
-    from dataclasses import asdict
-
     kwargs = {
         "scaling": asdict(scaling),
         "replica": {"routers": list(replica.routers), "security": asdict(replica.security)},
