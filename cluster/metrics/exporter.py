@@ -12,6 +12,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.config import join_address, split_address
+from cluster.metrics.families import plain_gauge
 from cluster.page.routes import with_page
 from cluster.security.guard import Guard
 from cluster.security.http import GuardedHttp
@@ -33,7 +34,12 @@ class LoopCollector(Collector):
         return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(COLLECT_TIMEOUT_S)
 
     async def _read(self) -> list[Metric]:
-        return list(self._source())
+        return [*self._source(), loop_family()]
+
+
+def loop_family() -> Metric:
+    """Of the running event loop, whatever it serves."""
+    return plain_gauge("event_loop_tasks", "Tasks on the event loop that serves.", len(asyncio.all_tasks()))
 
 
 def _read_on(loop: asyncio.AbstractEventLoop, values: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 
 from cluster.client import AsyncGraphpoolClient, CallError
 from cluster.config import ReplicaConfig
+from cluster.metrics.exporter import loop_family
 from cluster.metrics.replica import ReplicaMetrics
 from cluster.metrics.router import RouterMetrics
 from cluster.metrics.rpcs import RpcCounter
@@ -256,13 +257,13 @@ def router_families() -> Iterator[Metric]:
 
 
 @pytest.mark.parametrize("heading", ["Metrics of a replica", "Metrics of a router"])
-def test_the_tables_of_the_operations_page_name_every_metric_and_no_other(heading: str) -> None:
+async def test_the_tables_of_the_operations_page_name_every_metric_and_no_other(heading: str) -> None:
     rpcs, metrics = RpcCounter("x"), ReplicaMetrics()
     rpcs._counts["Generate", "OK"] = 1
     metrics.ended(grpc.StatusCode.OK)
     own = metrics.families(LOAD) if heading.endswith("replica") else router_families()
     served = set()
-    for family in (*own, rpcs.family()):
+    for family in (*own, rpcs.family(), loop_family()):
         labels = tuple(label for label in family.samples[0].labels if label != "le")
         suffix = "_total" if family.type == "counter" else ""
         served.add((family.name.removeprefix("graphpool_") + suffix, family.type, labels))

@@ -111,6 +111,17 @@ async def test_a_taken_port_is_an_error_that_names_it() -> None:
             MetricsExporter(listen, one_gauge).start()
 
 
+async def test_the_tasks_of_the_loop_that_serves_are_counted() -> None:
+    metrics = MetricsExporter("127.0.0.1:0", one_gauge)
+    metrics.start()
+    before = (await scrape(metrics.address)).value("event_loop_tasks")
+    tasks = [asyncio.create_task(asyncio.sleep(60)) for _ in range(7)]
+    assert (await scrape(metrics.address)).value("event_loop_tasks") == before + 7
+    for task in tasks:
+        task.cancel()
+    await metrics.stop()
+
+
 async def test_a_scrape_of_a_stuck_loop_fails_instead_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "COLLECT_TIMEOUT_S", 0.1)
     metrics = MetricsExporter("127.0.0.1:0", one_gauge)
