@@ -4,24 +4,28 @@
     python -m bench.chaos gaps --rounds 10                    # how long an answer pauses, by what happened
     python -m bench.chaos schedules --count 500               # two faults at once, on a virtual clock
     python -m bench.chaos model --tokens 64                   # the embedded model, interrupted at every token
+    python -m bench.chaos gpu --kills 20 --streams 2000       # SIGKILL of workers with real engines, on a GPU
 
 Scripted engines in replica processes of their own, a router process, and this process as the clients; `model` runs the
-embedded model in deterministic mode, on the CPU. Writes `bench/results/chaos_<name>.json`; exits with 1 unless all is right.
+embedded model in deterministic mode, on the CPU. `gpu` runs real engines, all on one GPU or one on each; in deterministic mode every
+answer must be the one that an undisturbed worker gave at the beginning of the run, in fast mode those that differ are
+counted. Writes `bench/results/chaos_<name>.json`; exits with 1 unless all is right.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from bench.results_file import Results, cpu_name
+from bench.chaos_results import Figure, add_figures, chaos_results
+from bench.results_file import Results
 from tests.chaos.campaign import Findings, Plan, percentile, run
 from tests.chaos.chaos_pool import ChaosPool, proxied_pool
 from tests.chaos.oracle import Question, Record
@@ -57,18 +61,17 @@ def kills(options: argparse.Namespace) -> Results:
     )
     findings = asyncio.run(run(plan))
     print("\n".join(findings.lines()))
-    results = _results("kills", is_right=findings.is_flawless, seed=plan.seed)
+    results = chaos_results("kills", is_right=findings.is_flawless, seed=plan.seed)
     results.correctness |= {"own_deaths": findings.own_deaths}
     results.correctness |= {"violations": findings.violations[:20], "errors": dict(findings.errors)}
-    for metric, unit, value in _kill_figures(findings):
-        _add(results, metric, unit, value, "router")
+    add_figures(results, _kill_figures(findings))
     return results
 
 
-def _kill_figures(findings: Findings) -> list[tuple[str, str, float]]:
+def _kill_figures(findings: Findings) -> list[Figure]:
     return [
         ("kills", "kills", findings.kills),
-        ("answers", "answers", findings.plan.streams),
+        ("answers", "answers", findings.complete + findings.lost),
         ("tokens", "tokens", findings.tokens),
         ("lost", "answers", findings.lost),
         ("duplicated", "tokens", findings.duplicated),
@@ -125,17 +128,16 @@ TROUBLES: dict[str, Callable[[ChaosPool], Awaitable[None]]] = {
 def gaps(options: argparse.Namespace) -> Results:
     """The pause in answers, by what happened to their replica."""
     found = {name: asyncio.run(_gaps_of(name, options.rounds, options.seed)) for name in TROUBLES}
-    results = _results("gaps", is_right=not any(one.wrong for one in found.values()), seed=options.seed)
+    results = chaos_results("gaps", is_right=not any(one.wrong for one in found.values()), seed=options.seed)
     for name, one in found.items():
-        for metric, value in (
-            ("moved", float(len(one.moved_s))),
-            ("gap_p50_ms", 1000 * percentile(one.moved_s, 0.5)),
-            ("gap_p99_ms", 1000 * percentile(one.moved_s, 0.99)),
-            ("unmoved_gap_p99_ms", 1000 * percentile(one.stayed_s, 0.99)),
-            ("wrong", float(one.wrong)),
-        ):
-            unit = "ms" if metric.endswith("_ms") else "answers"
-            _add(results, metric, unit, value, "router", note=name)
+        figures: list[Figure] = [
+            ("moved", "answers", len(one.moved_s)),
+            ("gap_p50_ms", "ms", 1000 * percentile(one.moved_s, 0.5)),
+            ("gap_p99_ms", "ms", 1000 * percentile(one.moved_s, 0.99)),
+            ("unmoved_gap_p99_ms", "ms", 1000 * percentile(one.stayed_s, 0.99)),
+            ("wrong", "answers", one.wrong),
+        ]
+        add_figures(results, figures, note=name)
     return results
 
 
@@ -168,10 +170,10 @@ def schedules(options: argparse.Namespace) -> Results:
     started_s = time.perf_counter()
     reports = [run_schedule(seed) for seed in range(options.seed, options.seed + options.count)]
     broken = {report.seed: report.problems[:3] for report in reports if report.problems}
-    results = _results("schedules", is_right=not broken, seed=options.seed)
+    results = chaos_results("schedules", is_right=not broken, seed=options.seed)
     results.correctness["broken"] = broken
     longest_s = max(report.longest_gap_s for report in reports)
-    figures: list[tuple[str, str, float]] = [
+    figures: list[Figure] = [
         ("schedules", "schedules", len(reports)),
         ("broken", "schedules", len(broken)),
         ("moved", "answers", sum(report.resumed for report in reports)),
@@ -180,7 +182,7 @@ def schedules(options: argparse.Namespace) -> Results:
     ]
     for metric, unit, value in figures:
         print(f"{metric}: {value:g} {unit}")
-        _add(results, metric, unit, value, "router")
+    add_figures(results, figures)
     return results
 
 
@@ -194,35 +196,31 @@ def model(options: argparse.Namespace) -> Results:
         outcomes[name] = real.interrupt(real.case(name, max_tokens=options.tokens), range(1, options.tokens))
         print(f"{name}: {outcomes[name].exact} of {outcomes[name].resumed} exact", flush=True)
     is_right = all(one.exact == one.resumed for one in outcomes.values())
-    results = _results("model", is_right=is_right, seed=None)
+    results = chaos_results("model", is_right=is_right, seed=None)
     results.correctness["differences"] = [text for one in outcomes.values() for text in one.differences][:20]
     for name, one in outcomes.items():
-        for metric, value in (("resumed", one.resumed), ("exact", one.exact)):
-            results.add(
-                system="graphpool",
-                model="smollm2-135m",
-                metric=metric,
-                unit="answers",
-                value=value,
-                scope="replica",
-                note=name,
-            )
+        figures: list[Figure] = [("resumed", "answers", one.resumed), ("exact", "answers", one.exact)]
+        add_figures(results, figures, model="smollm2-135m", scope="replica", note=name)
     return results
 
 
-def _results(name: str, *, is_right: bool, seed: int | None) -> Results:
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return Results(
-        bench=f"chaos_{name}",
-        hardware=cpu_name(),
-        correctness={"all_right": is_right, **({} if seed is None else {"seed": seed})},
-        extra={"load_average": load},
-    )
+def gpu(options: argparse.Namespace) -> Results:
+    """A campaign of SIGKILLs against real engines."""
+    from bench.chaos_gpu import report, run  # names the processes' own modules, which others need not have
+    from bench.chaos_worker import gpu_name
 
-
-def _add(results: Results, metric: str, unit: str, value: float, scope: str, note: str | None = None) -> None:
-    rounded = round(value, 1) if unit != "answers" else int(value)
-    results.add(system="graphpool", model="script", metric=metric, unit=unit, value=rounded, scope=scope, note=note)
+    found = asyncio.run(run(options))
+    print("\n".join(report(found)))
+    findings = found.findings
+    is_exact = options.mode == "deterministic"
+    is_right = not findings.lost and findings.kills == options.kills and (findings.is_flawless or not is_exact)
+    name = gpu_name() if options.device == "cuda" else ""
+    results = chaos_results("gpu" if is_exact else "gpu_fast", is_right=is_right, seed=options.seed, gpu=name)
+    results.correctness |= {"own_deaths": findings.own_deaths, "violations": findings.violations[:20]}
+    results.correctness |= {"errors": dict(findings.errors), "by_runner": found.by_runner}
+    results.extra["gaps_of_greedy"] = sorted(found.gaps)
+    add_figures(results, found.figures(is_exact=is_exact), model=Path(options.model).name)
+    return results
 
 
 BENCHES: dict[str, Callable[[argparse.Namespace], Results]] = {
@@ -230,21 +228,44 @@ BENCHES: dict[str, Callable[[argparse.Namespace], Results]] = {
     "gaps": gaps,
     "schedules": schedules,
     "model": model,
+    "gpu": gpu,
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=BENCHES)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--streams", type=int, default=20_000)
-    parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(arguments)
+    benches = parser.add_subparsers(dest="name", required=True)
+    made = {name: benches.add_parser(name, help=bench.__doc__) for name, bench in BENCHES.items()}
+    for one in made.values():
+        one.add_argument("--seed", type=int, default=1)
+    for name, kills, streams, concurrency in (("kills", 200, 20_000, 256), ("gpu", 20, 2000, 48)):
+        made[name].add_argument("--kills", type=int, default=kills)
+        made[name].add_argument("--streams", type=int, default=streams, help="at least; more until the last kill")
+        made[name].add_argument("--concurrency", type=int, default=concurrency)
+    made["kills"].add_argument("--replicas", type=int, default=8)
+    made["gaps"].add_argument("--rounds", type=int, default=10)
+    made["schedules"].add_argument("--count", type=int, default=500)
+    made["model"].add_argument("--tokens", type=int, default=64)
+    _add_gpu_arguments(made["gpu"])
+    return parser
+
+
+def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", choices=("deterministic", "fast"), default="deterministic")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", default="smollm2-135m", help="a model, a directory, or a shape of bench.shapes")
+    parser.add_argument(
+        "--random-weights", action="store_true", help="of the model's shape; a directory needs no weights"
+    )
+    parser.add_argument("--workers", type=int, default=3, help="two serve while a third starts")
+    parser.add_argument("--questions", type=int, default=240, help="different ones")
+    parser.add_argument("--kv-mib", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=2, help="of one worker")
+    parser.add_argument("--limit-s", type=float, default=180.0, help="after that no kill is waited for")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
     results = BENCHES[options.name](options)
     print(results.write())
     return int(not results.correctness["all_right"])

@@ -259,6 +259,15 @@ def by_note(document: Document) -> str:
     return markdown(["", *head], body, numbers=len(units))
 
 
+def by_metric(document: Document) -> str:
+    """A line for each metric, with its unit."""
+    body = []
+    for row in document["rows"]:
+        name = row["metric"].removesuffix(f"_{row['unit'].lower()}").replace("_", " ")
+        body.append([name if name == row["unit"] else f"{name}, {row['unit']}", _value(row)])
+    return markdown(["", document["rows"][0]["model"]], body, numbers=1)
+
+
 def sampling(document: Document) -> str:
     """Steps of each kind of request by batch, and what they take over greedy ones."""
     steps = {(row["note"], row["batch"]): row["value"] for row in document["rows"] if row["metric"] == "decode_step_ms"}
@@ -318,8 +327,12 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "decode_limit": decode_limit,
     "sampling": sampling,
     "chaos_gaps": by_note,
+    "chaos_gpu": by_metric,
+    "chaos_gpu_fast": by_metric,
+    "chaos_isolation": by_note,
     "chaos_kills": by_note,
     "chaos_model": by_note,
+    "chaos_overload": by_note,
     "chaos_schedules": by_note,
     "cluster_events": by_note,
     "pool": by_note,

@@ -15,7 +15,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -39,6 +39,10 @@ class Plan:
     concurrency: int = 256
     min_ready: int = 2
     """No kill while fewer are ready: what is tested is the loss of replicas, not of all of them."""
+    outlasts_kills: bool = False
+    """Whether there are as many more answers as it takes until the last kill."""
+    limit_s: float = 3600.0
+    """No kill is waited for any longer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +99,7 @@ class Findings:
     def lines(self) -> list[str]:
         """For people."""
         return [
-            f"{self.kills} kills, {self.complete} of {self.plan.streams} answers whole, {self.tokens} tokens, "
+            f"{self.kills} of {self.plan.kills} kills, {self.complete} of {self.complete + self.lost} answers whole, {self.tokens} tokens, "
             f"{self.resumed} answers went on elsewhere, {self.duration_s:.0f} s",
             f"lost {self.lost} (stuck {self.stuck}), replicas that ended on their own {self.own_deaths}, duplicated tokens {self.duplicated}, changed tokens {self.changed}",
             f"gap of what went on elsewhere: {_percentiles(self.gaps_s)}; of the others: {_percentiles(self.other_gaps_s)}",
@@ -115,23 +119,28 @@ async def run(plan: Plan) -> Findings:
     """The whole campaign."""
     # On a machine with too much to do a step may take a while: here only kills are to end replicas.
     async with chaos_pool(plan.replicas, step_s=STEP_S, stall_s=30.0) as pool:
-        campaign = _Campaign(plan, pool)
-        return await campaign.run()
+        return await Campaign(plan, pool).run()
 
 
-class _Campaign:
-    def __init__(self, plan: Plan, pool: ChaosPool) -> None:
+class Campaign:
+    """Askers, a killer, and what starts a successor of each replica that has ended."""
+
+    def __init__(
+        self, plan: Plan, pool: ChaosPool, ask: Callable[[random.Random], Awaitable[Record]] | None = None
+    ) -> None:
         self.plan = plan
         self.pool = pool
         self.findings = Findings(plan=plan)
-        self._numbers = iter(range(plan.streams))
+        self._ask = ask or self._ask_script
+        self._numbers = self._count()
+        self._started_s = time.monotonic()
         self._router = psutil.Process(pool.routers[0].pid)
         self._spawning: set[asyncio.Task[None]] = set()
         self._places: set[str] = set()
         """Where a new process is being started."""
 
     async def run(self) -> Findings:
-        started_s = time.monotonic()
+        started_s = self._started_s = time.monotonic()
         askers = [asyncio.create_task(self._ask_on()) for _ in range(self.plan.concurrency)]
         killer = asyncio.create_task(self._kill_on())
         keeper = asyncio.create_task(self._replace_on())
@@ -150,7 +159,20 @@ class _Campaign:
     async def _ask_on(self) -> None:
         for number in self._numbers:
             draw = random.Random(self.plan.seed * 1_000_003 + number)
-            self.findings.take(await self.pool.ask(random_question(draw), patience_s=PATIENCE_S))
+            self.findings.take(await self._ask(draw))
+
+    async def _ask_script(self, draw: random.Random) -> Record:
+        return await self.pool.ask(random_question(draw), patience_s=PATIENCE_S)
+
+    def _count(self) -> Iterator[int]:
+        number = 0
+        while number < self.plan.streams or self._waits_for_kills():
+            yield number
+            number += 1
+
+    def _waits_for_kills(self) -> bool:
+        is_late = time.monotonic() - self._started_s > self.plan.limit_s
+        return self.plan.outlasts_kills and self.findings.kills < self.plan.kills and not is_late
 
     async def _kill_on(self) -> None:
         """A kill each time so many more answers have ended; at random moments in between."""
