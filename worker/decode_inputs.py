@@ -10,6 +10,7 @@ import torch
 from worker.batch import Batch, Segment
 from worker.block_pool import PADDING_BLOCK
 from worker.inputs import MAX_PACKED
+from worker.scatter import Scatter
 from worker.sequence import Sequence
 from worker.staging import HostArrays, Staging
 
@@ -62,6 +63,7 @@ class DecodeInputs:
         row = ((max_batch,), torch.int64)
         tables = ((max_batch, max_blocks), torch.int32)
         self.staging = Staging(dict.fromkeys(ROW_PADDING, row) | {"block_tables": tables}, device)
+        self._new_blocks = Scatter(self.staging, "block_tables", capacity=max_batch)
         self.last_tokens = torch.zeros(max_batch + MAX_PACKED, dtype=torch.int64, device=device)
         self.rows = torch.arange(max_batch, device=device)
         self.num_uploads = 0
@@ -147,7 +149,7 @@ class DecodeInputs:
             if new != old:
                 places += range(row * width + old, row * width + new)
                 blocks += sequences[row].block_table[old:new]
-        self.staging.scatter("block_tables", places, blocks)
+        self._new_blocks.write(places, blocks)
 
     @staticmethod
     def _write_tables(host: HostArrays, tables: list[list[int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 
 import numpy as np
@@ -47,18 +47,6 @@ class Staging:
         if self._uploaded is None:
             self._uploaded = torch.cuda.Event()
         self._uploaded.record()
-
-    def scatter(self, name: str, places: Sequence[int], values: Sequence[int]) -> None:
-        """Change single numbers of one tensor, here and on the device, whatever the rest of it holds there.
-
-        `places` count its elements in order. Costs a copy of the changes and one small launch.
-        """
-        self.writable()[name].reshape(-1)[places] = values
-        if not self._is_cuda:
-            return
-        tensor = self.device[name].view(-1)
-        changes = torch.tensor([places, values], dtype=torch.int64).pin_memory().to(tensor.device, non_blocking=True)
-        tensor.scatter_(0, changes[0], changes[1].to(tensor.dtype))
 
 
 def _layout(spec: Spec) -> tuple[dict[str, int], int]:

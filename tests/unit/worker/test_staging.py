@@ -6,6 +6,7 @@ from worker.batch import Batch, Segment
 from worker.inputs import PrefillInputs
 from worker.request import GenerateRequest
 from worker.sampling import SamplingParams
+from worker.scatter import Scatter
 from worker.sequence import Sequence
 from worker.staging import Staging
 
@@ -43,3 +44,12 @@ def test_prefill_tokens_lie_segment_after_segment_in_their_own_blocks() -> None:
     assert device["token_ids"] == [10, 11, 12, 13, 14, 15, 25, 26, 27, 28]
     assert device["positions"] == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8]
     assert device["slots"] == [8, 9, 10, 11, 20, 21, 29, 30, 31, 12]
+
+
+def test_scattered_changes_leave_their_neighbours_alone_however_many_there_are() -> None:
+    staging = Staging({"table": ((3, 4), torch.int32), "other": ((3,), torch.int64)}, CPU)
+    staging.device["table"].fill_(9)
+    Scatter(staging, "table", capacity=2).write([1, 11, 4, 6, 0], [5, 6, 7, 8, 3])
+    assert staging.device["table"].tolist() == [[3, 5, 9, 9], [7, 9, 8, 9], [9, 9, 9, 6]]
+    assert staging.writable()["table"].tolist() == staging.device["table"].tolist()
+    assert staging.device["other"].tolist() == [0, 0, 0]
