@@ -134,11 +134,17 @@ class Link:
             slowness=self.vitals.slowness.factor,
             free_slots=self._free_slots,
             num_placed_since=self._num_placed_since,
+            num_free_rows=self.num_free_rows,
         )
 
     def has_rows(self, num_sequences: int) -> bool:
         """Whether so many sequences could start now, as far as is known."""
-        return self._num_sequences + self._foreign_sequences + num_sequences <= rows_of(self.load)
+        return num_sequences <= self.num_free_rows
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that could start now, as far as is known."""
+        return max(0, rows_of(self.load) - self._num_sequences - self._foreign_sequences)
 
     @property
     def room(self) -> Room:

@@ -14,7 +14,7 @@ from cluster.errors import NoReplicaAvailable, UnknownModel
 from cluster.router.answering import Answering
 from cluster.router.link import Link
 from cluster.router.membership import Membership
-from cluster.router.policies import Policy
+from cluster.router.policies import Policy, without_stragglers
 from cluster.router.want import want_of
 from protos import control_pb2
 
@@ -65,7 +65,9 @@ class Placement:
         links = await self.ready(request.model, answering, fits)
         prompt_cost, answer_cost = cost_of(request, links[0], answering)
         want = want_of(request, prompt_cost=prompt_cost, answer_cost=answer_cost)
-        return links[self._policy([link.candidate for link in links], want)]
+        candidates = [link.candidate for link in links]
+        worthwhile = without_stragglers(candidates, want.num_sequences)
+        return links[worthwhile[self._policy([candidates[index] for index in worthwhile], want)]]
 
     async def ready(self, model: str, answering: Answering, fits: Fits = lambda _: True) -> list[Link]:
         """Ready replicas of the model that fit, at least one; waits for it if need be.

@@ -18,6 +18,8 @@ READINESS_COST = {
 }
 """Rough cost of a token against one that comes from a captured graph."""
 DEFAULT_BOUND = 2.0
+STRAGGLER = 2.0
+"""A replica whose steps take so many times its peers' is for what they have no row for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Candidate:
     """(tier in tokens, sequences of it that could start), ascending, as of the last load report."""
     num_placed_since: int = 0
     """Requests placed here since that report."""
+    num_free_rows: int = 0
+    """Sequences that could start now, as far as is known."""
 
 
 class Policy(Protocol):
@@ -103,6 +107,19 @@ class TierFit:
         if not fitting:
             return self._least(candidates, want)
         return fitting[self._least([candidates[index] for index in fitting], want)]
+
+
+def without_stragglers(candidates: Sequence[Candidate], num_sequences: int) -> list[int]:
+    """Indexes of those worth looking at: all but stragglers, while another has rows for the request.
+
+    Sequences are decoded together: beside others on a fast replica a request takes its own tokens times that replica's
+    step, however much more those are to do, so that an idle straggler only delays it. Once rows are short, stragglers
+    take their part by `scores`. Given nothing they show nothing, until their slowness is forgotten and tried again.
+    """
+    quick = [index for index, one in enumerate(candidates) if one.slowness < STRAGGLER]
+    if any(candidates[index].num_free_rows >= num_sequences for index in quick):
+        return quick
+    return list(range(len(candidates)))
 
 
 def scores(candidates: Sequence[Candidate], cost: int) -> list[float]:

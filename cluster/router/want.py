@@ -28,13 +28,15 @@ class Want:
     """Of the longest sequence it may become."""
     prefix: bytes = b""
     """Equal for prompts that begin alike and may share cached blocks; empty = nothing to share."""
+    num_sequences: int = 1
+    """Rows it takes."""
 
 
 def want_of(request: AnyRequest, *, prompt_cost: int, answer_cost: int) -> Want:
     """What this request needs, given its size in tokens."""
-    num_choices = request.sampling.n if request.sampling.HasField("n") else 1
-    length = prompt_cost + answer_cost // max(num_choices, 1)
-    return Want(prompt_cost + answer_cost, length, prefix_of(request))
+    num_choices = max(request.sampling.n, 1) if request.sampling.HasField("n") else 1
+    length = prompt_cost + answer_cost // num_choices
+    return Want(prompt_cost + answer_cost, length, prefix_of(request), num_choices)
 
 
 def prefix_of(request: AnyRequest) -> bytes:

@@ -12,6 +12,7 @@ from cluster.router.policies import (
     TierFit,
     has_free_slot,
     scores,
+    without_stragglers,
 )
 from cluster.router.want import MIN_PREFIX_TOKENS, PREFIX_TOKENS, Want, prefix_of, want_of
 from protos import control_pb2
@@ -51,6 +52,24 @@ def test_an_idle_replica_with_graphs_is_preferred_to_an_idle_one_without() -> No
 
 def test_a_replica_without_graphs_is_used_once_the_fast_one_is_busy_enough() -> None:
     assert LeastOutstandingTokens()([Candidate("a", 0, 0, EAGER), Candidate("b", 1000, 0, FULL)], want(10)) == 0
+
+
+def test_a_straggler_is_passed_over_while_another_has_a_free_row() -> None:
+    candidates = [Candidate("a", 0, slowness=5.0, num_free_rows=8), Candidate("b", 4000, num_free_rows=1)]
+    assert without_stragglers(candidates, 1) == [1]
+    assert without_stragglers(candidates, 2) == [0, 1]
+
+
+def test_stragglers_take_their_part_once_rows_are_short() -> None:
+    full = [Candidate("a", 0, slowness=5.0), Candidate("b", 4000), Candidate("c", 4000)]
+    assert without_stragglers(full, 1) == [0, 1, 2]
+    assert LeastOutstandingTokens()(full, want(5)) == 0
+
+
+def test_replicas_that_are_all_slow_or_hardly_slow_are_all_looked_at() -> None:
+    assert without_stragglers([Candidate("a", 0, slowness=3.0, num_free_rows=4)], 1) == [0]
+    hardly = [Candidate("a", 0, slowness=1.9, num_free_rows=4), Candidate("b", 0, num_free_rows=4)]
+    assert without_stragglers(hardly, 1) == [0, 1]
 
 
 @given(
