@@ -13,6 +13,7 @@ from cluster.heap import settle_heap
 from cluster.replica.events import EventFanout
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.server import ReplicaServer
+from cluster.replica.start_times import StartTimes
 from cluster.security.core_dumps import refuse_core_dumps
 from worker.config import WorkerConfig
 from worker.errors import WorkerError
@@ -38,7 +39,12 @@ class ReplicaProcess:
 
     @classmethod
     async def open(
-        cls, worker: WorkerConfig, config: ReplicaConfig, *, progress: Progress | None = None
+        cls,
+        worker: WorkerConfig,
+        config: ReplicaConfig,
+        *,
+        progress: Progress | None = None,
+        times: StartTimes | None = None,
     ) -> ReplicaProcess:
         """Load the model, start the engine, serve it. torch is imported here and nowhere before.
 
@@ -46,10 +52,11 @@ class ReplicaProcess:
         open, an engine that fails ends the whole process: nothing about a broken CUDA context can be mended in it.
         """
         refuse_core_dumps()
+        times = times or StartTimes()
         events = EventFanout()
         faults = Faults() if config.enable_fault_injection else None
         pace = FlushPolicy.of(config)
-        built = await asyncio.to_thread(_build, worker, events, progress, faults, pace.interval)
+        built = await asyncio.to_thread(_build, worker, events, progress, faults, pace.interval, times)
         server = ReplicaServer(
             config,
             built.engine,
@@ -59,6 +66,7 @@ class ReplicaProcess:
             on_failure=end_process,
             faults=faults,
             flush=FlushPolicy.at_once(),  # the engine hands tokens out at that pace already
+            times=times,
         )
         try:
             await server.start()
@@ -81,10 +89,12 @@ def _build(
     progress: Progress | None,
     faults: Faults | None,
     hold_s: Callable[[int], float],
+    times: StartTimes,
 ) -> BuiltEngine:
     from worker.build import build_engine
 
-    return build_engine(worker, events, progress=progress, faults=faults, hold_s=hold_s)
+    times.over("imports")
+    return build_engine(worker, events, progress=progress, faults=faults, hold_s=hold_s, on_phase=times.over)
 
 
 def end_process(error: WorkerError) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ def build_app(config: PoolConfig) -> Application:
         health_check_timeout_s=config.health_check_timeout_s,
         max_constructor_retry_count=config.max_start_attempts,
     )
-    return deployment.bind(config.worker, config.replica, config.drain_timeout_s)
+    return deployment.bind(asdict(config.worker), asdict(config.replica), config.drain_timeout_s)
 
 
 def with_router_addresses(replica: ReplicaConfig) -> ReplicaConfig:

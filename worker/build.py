@@ -51,19 +51,26 @@ def build_engine(
     on_death: Callable[[BaseException], None] | None = None,
     faults: Faults | None = None,
     hold_s: Hold = hold_nothing,
+    on_phase: Callable[[str], None] | None = None,
 ) -> BuiltEngine:
     """Load the model and start its engine. Raises ModelLoadError, or ValueError for a configuration that cannot work.
 
-    With `faults`, every step meets those that are armed. `hold_s`: see worker.engine.EngineParts.
+    With `faults`, every step meets those that are armed. `hold_s`: see worker.engine.EngineParts. `on_phase` is told the
+    name of each part of the work when it is done.
     """
+    over = on_phase or (lambda _: None)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     files = resolve_model(config.model, load_format=config.load_format, cache_dir=config.cache_dir, progress=progress)
     device = choose_device(config)
     dtype = choose_dtype(config, device.type)
+    over("device")
     served = load_causal_lm(config, files, device=device, dtype=dtype, progress=progress)
+    over("weights")
     text = TextProcessor.from_files(files) if files.has_tokenizer else None
+    over("text")
     engine = create_engine(config, files, served, text, hold_s=hold_s)
+    over("engine")
     if faults is not None:
         engine.runner = FaultyRunner(engine.runner, engine.kv_cache, faults)
     if config.capture == "startup":

@@ -20,6 +20,7 @@ from cluster.control import ControlServicer
 from cluster.generation import GenerationServicer
 from cluster.health import Health
 from cluster.metrics.exporter import MetricsExporter
+from cluster.metrics.place import place_families
 from cluster.metrics.rpcs import RpcCounter
 from cluster.replica import attach
 from cluster.replica.announcer import Announcer
@@ -29,6 +30,7 @@ from cluster.replica.events import EventFanout
 from cluster.replica.faults import add_faults
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.lifecycle import Lifecycle, State
+from cluster.replica.start_times import StartTimes
 from cluster.replica.text import TextProcessor, Texts
 from cluster.security.guard import Authenticate, Guard
 from cluster.security.tenancy import Tenancy
@@ -64,12 +66,14 @@ class ReplicaServer:
         on_failure: Callable[[WorkerError], None] | None = None,
         faults: Faults | None = None,
         flush: FlushPolicy | None = None,
+        times: StartTimes | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
         self._events = events
         self._on_failure = on_failure
         self._faults = faults
+        self._times = times or StartTimes()
         self._started_s = time.monotonic()
         self._incarnation = create_incarnation()
         self._lifecycle = Lifecycle()
@@ -151,6 +155,7 @@ class ReplicaServer:
         self._lifecycle.advance(State.READY)
         self._announcer.announce_to(self._config.routers)
         self._spawn(self._watch_engine())
+        self._times.over("listening")
         log.info("replica %s (%s) serves %s at %s", self.name, self.incarnation, self._engine.info.model, self.address)
 
     def announce_to(self, routers: Sequence[str]) -> None:
@@ -164,6 +169,7 @@ class ReplicaServer:
         except TimeoutError:
             log.warning("replica %s: no router has come within %.0f s", self.name, timeout_s)
             return False
+        self._times.over("routed")
         return True
 
     def check(self) -> None:
@@ -252,6 +258,7 @@ class ReplicaServer:
     def _metrics(self) -> Iterator[Metric]:
         yield from self._backend.metrics.families(self._engine.load())
         yield self._rpcs.family()
+        yield from place_families(self._hello(), self._times)
 
     def _hello(self) -> replica_pb2.ReplicaHello:
         return replica_pb2.ReplicaHello(

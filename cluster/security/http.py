@@ -89,7 +89,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address, request)
 
     def server_bind(self) -> None:
-        # Without the look-up of its own name that HTTPServer does, which may take seconds.
+        # Without the look-up of its own name that HTTPServer does, which may take seconds. What is left of the answers of
+        # an earlier process at this port is no reason not to listen: it lies there for a minute.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         socket.socket.bind(self.socket, self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

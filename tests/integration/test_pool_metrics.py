@@ -17,16 +17,19 @@ from prometheus_client.core import Metric
 from cluster.client import AsyncGraphpoolClient, CallError
 from cluster.config import ReplicaConfig
 from cluster.metrics.exporter import loop_family
+from cluster.metrics.place import place_families
 from cluster.metrics.replica import ReplicaMetrics
 from cluster.metrics.router import RouterMetrics
 from cluster.metrics.rpcs import RpcCounter
 from cluster.replica.events import EventFanout
 from cluster.replica.server import ReplicaServer
+from cluster.replica.start_times import StartTimes
 from cluster.router.canary import NUM_TOKENS, PROMPT_LENGTH
 from cluster.router.fair_queue import FairGate
 from cluster.security.config import SecurityConfig
 from cluster.security.guard import Guard
 from cluster.security.tenancy import Tenancy
+from protos import replica_pb2
 from tests.fakes.bad_requests import Case, Target, run_case
 from tests.fakes.scrape import Scrape, scrape
 from tests.fakes.script_engine import ScriptKnobs
@@ -261,7 +264,10 @@ async def test_the_tables_of_the_operations_page_name_every_metric_and_no_other(
     rpcs, metrics = RpcCounter("x"), ReplicaMetrics()
     rpcs._counts["Generate", "OK"] = 1
     metrics.ended(grpc.StatusCode.OK)
-    own = metrics.families(LOAD) if heading.endswith("replica") else router_families()
+    times = StartTimes()
+    times.over("listening")
+    place = place_families(replica_pb2.ReplicaHello(), times)
+    own = (*metrics.families(LOAD), *place) if heading.endswith("replica") else router_families()
     served = set()
     for family in (*own, rpcs.family(), loop_family()):
         labels = tuple(label for label in family.samples[0].labels if label != "le")

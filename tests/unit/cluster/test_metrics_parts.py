@@ -111,6 +111,18 @@ async def test_a_taken_port_is_an_error_that_names_it() -> None:
             MetricsExporter(listen, one_gauge).start()
 
 
+async def test_a_port_that_was_scraped_a_moment_ago_can_be_listened_on_again() -> None:
+    first = MetricsExporter("127.0.0.1:0", one_gauge)
+    first.start()
+    address = first.address
+    assert (await scrape(address)).value("one") == 1  # the server hung up first: the kernel remembers it for a minute
+    await first.stop()
+    second = MetricsExporter(address, one_gauge)
+    second.start()
+    assert (await scrape(address)).value("one") == 1
+    await second.stop()
+
+
 async def test_the_tasks_of_the_loop_that_serves_are_counted() -> None:
     metrics = MetricsExporter("127.0.0.1:0", one_gauge)
     metrics.start()

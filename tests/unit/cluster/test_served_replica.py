@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
 import pytest
 
-from cluster.config import ReplicaConfig
-from cluster.serve_app import router_address, with_router_addresses
-from cluster.served_replica import place_name
+from cluster.client import AsyncGraphpoolClient
+from cluster.config import Keepalive, ReplicaConfig, from_mapping
+from cluster.replica.events import EventFanout
+from cluster.replica.server import ReplicaServer
+from cluster.replica.start_times import StartTimes
+from cluster.replica_process import ReplicaProcess
+from cluster.security.config import SecurityConfig
+from cluster.serve_app import PoolConfig, build_app, router_address, with_router_addresses
+from cluster.served_replica import ServedReplica, place_name
+from tests.fakes.script_engine import ScriptEngine, ScriptKnobs
+from worker.config import WorkerConfig
+from worker.errors import Draining
 
 
 @pytest.mark.parametrize(
@@ -34,3 +48,56 @@ def test_without_the_heads_name_no_ray_is_asked() -> None:
 def test_replicas_of_two_applications_do_not_take_each_others_names() -> None:
     assert place_name("graphpool", 0) == "replica-0"
     assert place_name("llama", 0) == "llama-0"
+
+
+def test_configs_reach_a_replica_by_the_names_of_their_fields() -> None:
+    worker = WorkerConfig(device="cpu", tiers=(8, 16, 32, 64), cache_dir=Path("/tmp/x"))
+    security = SecurityConfig(tokens="/etc/tokens.yaml")
+    replica = ReplicaConfig(routers=("a:1",), security=security, keepalive=Keepalive(time_s=20.0))
+    deployment = build_app(PoolConfig(worker=worker, replica=replica))._bound_deployment
+    travelled = pickle.loads(pickle.dumps(deployment.init_args))
+    assert [type(value) for value in travelled] == [dict, dict, float]
+    assert from_mapping(WorkerConfig, travelled[0]) == worker
+    assert from_mapping(ReplicaConfig, travelled[1]) == replica
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .ServedReplica.__del__. was never awaited")  # Serve awaits it
+async def test_a_config_of_another_version_is_refused_by_name() -> None:
+    served = ServedReplica.__new__(ServedReplica)
+    with pytest.raises(ValueError, match="WorkerConfig has no 'warp_factor'"):
+        await served.__init__({**asdict(WorkerConfig()), "warp_factor": 9}, asdict(ReplicaConfig()), 1.0)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="ReplicaConfig has no 'prot'"):
+        await served.__init__(asdict(WorkerConfig()), {**asdict(ReplicaConfig()), "prot": 1}, 1.0)  # type: ignore[misc]
+    await served.__del__()  # which Serve awaits after a failed start, too
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .ServedReplica.__del__. was never awaited")  # Serve awaits it
+async def test_a_replica_that_was_drained_by_request_is_unhealthy() -> None:
+    events = EventFanout()
+    engine = ScriptEngine(events, ScriptKnobs())
+    server = ReplicaServer(ReplicaConfig(), engine, events=events)
+    await server.start()
+    served = ServedReplica.__new__(ServedReplica)
+    served._process = ReplicaProcess(engine, server)
+    await served.check_health()
+    async with AsyncGraphpoolClient(server.address) as client:
+        await client.drain(grace_s=1.0)
+    with pytest.raises(Draining, match="was drained"):
+        await served.check_health()
+    await server.stop()
+    engine.stop()
+
+
+def test_phases_of_a_start_end_once_and_in_turn() -> None:
+    now_s = iter((101.0, 103.5, 900.0))
+    times = StartTimes(began_s=100.0, clock=lambda: next(now_s))
+    for phase in ("imports", "weights", "imports"):
+        times.over(phase)
+    assert list(times.phases.items()) == [("imports", 1.0), ("weights", 3.5)]
+
+
+def test_a_start_begins_with_its_process() -> None:
+    times = StartTimes()
+    times.over("now")
+    assert times.began_s == psutil.Process().create_time()
+    assert 0 < times.phases["now"] < 600

@@ -1,0 +1,32 @@
+"""How long a replica's start took, phase by phase."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import psutil
+
+
+class StartTimes:
+    """Seconds from the start of this process to the end of each phase of its start, in their order.
+
+    Clocks are the machine's, so that another process can set them beside its own. A phase ends once.
+    """
+
+    def __init__(self, *, began_s: float | None = None, clock: Callable[[], float] = time.time) -> None:
+        self.began_s = psutil.Process(os.getpid()).create_time() if began_s is None else began_s
+        """Unix time."""
+        self._clock = clock
+        self._phases: dict[str, float] = {}
+
+    def over(self, phase: str) -> None:
+        """This phase has ended now."""
+        self._phases.setdefault(phase, self._clock() - self.began_s)
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """A view of those that have ended."""
+        return MappingProxyType(self._phases)
