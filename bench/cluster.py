@@ -2,6 +2,7 @@
 
     python -m bench.cluster                                # 3 rolling restarts, 2 scale cycles
     python -m bench.cluster --restarts 20 --cycles 10      # the full run
+    python -m bench.cluster soak --minutes 30              # see bench/soak.py
 
 See tests/chaos/cluster_campaign.py. Writes `bench/results/cluster_events.json`; exits with 1 if any answer was lost,
 or any token came twice or was not the expected one.
@@ -18,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
+from bench import soak
 from bench.results_file import Results, cpu_name
 from tests.chaos.cluster_events import Event, together
 
@@ -65,8 +67,11 @@ def measure(plan: Plan) -> Results:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["soak"]:
+        return soak.main(given[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results = measure(plan_from(parser, arguments))
+    results = measure(plan_from(parser, given))
     print(results.write())
     return int(not results.correctness["all_right"])
 

@@ -24,6 +24,7 @@ _SYSTEMS = {
     "hf_static_graph": "transformers, StaticCache in a graph",
     "graphpool_eager": "graphpool without graphs",
     "graphpool": "graphpool",
+    "vllm": "vLLM",
 }
 
 
@@ -103,6 +104,13 @@ def graph_vs_eager(document: Document) -> str:
     )
 
 
+def side_by_side(document: Document) -> str:
+    """graphpool beside its peers, as libraries: steps, bursts, first tokens."""
+    scopes = dict.fromkeys(_SYSTEMS, "replica")
+    metrics = [("decode_step_ms", "batch"), ("tokens_per_s", "batch"), ("ttft_ms", "context")]
+    return "\n\n".join(_side_by_side(document, metric, second, scopes) for metric, second in metrics)
+
+
 def replica_grpc(document: Document) -> str:
     """What a client sees, of a replica itself and through a router: one line for each batch; then start-up."""
     rows = document["rows"]
@@ -150,7 +158,7 @@ def engine_speed(document: Document) -> str:
 
 def _side_by_side(document: Document, metric: str, second: str, scopes: dict[str, str]) -> str:
     """One metric: models and batches (or contexts) down, systems across."""
-    order = ("hf_eager", "hf_static_graph", "graphpool_eager", "graphpool")
+    order = ("hf_eager", "hf_static_graph", "vllm", "graphpool_eager", "graphpool")
     found = {
         (row["model"], row[second], row["system"]): row
         for row in document["rows"]
@@ -268,6 +276,28 @@ def by_metric(document: Document) -> str:
     return markdown(["", document["rows"][0]["model"]], body, numbers=1)
 
 
+def soak(document: Document) -> str:
+    """The totals of a long run; then how each value of each process began, ended and grew."""
+    totals = [row for row in document["rows"] if "note" not in row]
+    head = [row["metric"].removesuffix(f"_{row['unit']}").replace("_", " ") for row in totals]
+    units = [f", {row['unit']}" if row["unit"] in ("ms", "s", "min") else "" for row in totals]
+    named = markdown(
+        ["", ""], [[name + unit, _value(row)] for name, unit, row in zip(head, units, totals, strict=True)], numbers=1
+    )
+    trends: dict[tuple[str, str], dict[str, Document]] = {}
+    for row in document["rows"]:
+        if "note" in row:
+            name, _, part = row["metric"].partition("_")
+            trends.setdefault((row["note"], name), {})[part] = row
+    lines = [
+        [note, name, *(_value(found[part]) for part in ("start", "end", "growth", "per_hour"))]
+        for (note, name), found in trends.items()
+    ]
+    parts = ["start", "end", "growth in the last part", "an hour"]
+    machine = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in document["machine"].items())
+    return f"{named}\n\n{markdown(['process', 'value', *parts], lines, numbers=4)}\n\nThe machine meanwhile: {machine}."
+
+
 def sampling(document: Document) -> str:
     """Steps of each kind of request by batch, and what they take over greedy ones."""
     steps = {(row["note"], row["batch"]): row["value"] for row in document["rows"] if row["metric"] == "decode_step_ms"}
@@ -318,6 +348,7 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "graph_keys": graph_keys,
     "graph_vs_eager": graph_vs_eager,
     "replica_grpc": replica_grpc,
+    "side_by_side": side_by_side,
     "engine_speed": engine_speed,
     "graph_ordering": ratios,
     "graph_seeds": ratios,
@@ -335,5 +366,7 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "chaos_overload": by_note,
     "chaos_schedules": by_note,
     "cluster_events": by_note,
+    "cluster_events_model": by_note,
+    "cluster_soak": soak,
     "pool": by_note,
 }

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
-from tests.fakes.ray_cluster import RayCluster  # first: it sets what gRPC reads when it is imported
+from tests.fakes.ray_cluster import DEAD_NODE, RayCluster  # first: it sets what gRPC reads when it is imported
 
 from cluster.autoscale.config import ScalingConfig  # isort: skip
 from cluster.client import AsyncGraphpoolClient
 from cluster.config import ClientConfig, ReplicaConfig
 from cluster.serve_app import PoolConfig
 from protos import control_pb2
-from tests.fakes.router_process import spawn_router
+from tests.fakes.router_process import RouterProcess, spawn_router
 from tests.fakes.served_script import deploy_script
 
 READY = control_pb2.REPLICA_STATE_READY
@@ -33,15 +33,29 @@ class ClusterPool:
 
     ray: RayCluster
     client: AsyncGraphpoolClient
-    router_address: str
+    router: RouterProcess
     num_deployments: int = 0
 
-    async def deploy(self, *, num_replicas: int = 1, max_rows: int = 16, scaling: ScalingConfig | None = None) -> None:
+    async def deploy(
+        self,
+        *,
+        num_replicas: int = 1,
+        max_rows: int = 16,
+        step_s: float = STEP_S,
+        scaling: ScalingConfig | None = None,
+        metrics_listen: str = "",
+        health_check_timeout_s: float = 5.0,
+    ) -> None:
         """Make the application what it is to be, without waiting for it. Every call makes new replicas."""
         self.num_deployments += 1
-        replica = ReplicaConfig(routers=(self.router_address,), announce_period_s=0.2)
-        config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling)
-        knobs = {"step_s": STEP_S, "max_rows": max_rows, "max_waiting": 256 + self.num_deployments}
+        replica = ReplicaConfig(routers=(self.router.address,), announce_period_s=0.2, metrics_listen=metrics_listen)
+        config = PoolConfig(
+            replica=replica,
+            num_replicas=num_replicas,
+            scaling=scaling,
+            health_check_timeout_s=health_check_timeout_s,
+        )
+        knobs = {"step_s": step_s, "max_rows": max_rows, "max_waiting": 256 + self.num_deployments}
         await self.ray.call(deploy_script, config, knobs, DRAIN_TIMEOUT_S)
 
     async def ready(self) -> set[str]:
@@ -54,14 +68,16 @@ class ClusterPool:
         """Wait until exactly so many are ready, none of them one of `without`; returns them."""
         return await self.until(lambda ready: len(ready) == num_replicas and not ready & without, timeout_s)
 
-    async def until(self, holds: Callable[[set[str]], bool], timeout_s: float = 60.0) -> set[str]:
+    async def until(
+        self, holds: Callable[[set[str]], bool], timeout_s: float = 60.0, *, look_every_s: float = 0.05
+    ) -> set[str]:
         """Wait until that is so of those that are ready; returns them."""
         give_up_s = time.monotonic() + timeout_s
         while not holds(ready := await self.ready()):
             if time.monotonic() > give_up_s:
                 states = [(load.replica, load.incarnation[:8], load.state) for load in await self.client.loads()]
                 raise TimeoutError(f"after {timeout_s:g} s the router knows {states}")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(look_every_s)
         return ready
 
     async def kill_fullest_node(self) -> int:
@@ -70,14 +86,16 @@ class ClusterPool:
 
 
 @contextlib.asynccontextmanager
-async def cluster_pool(*, num_nodes: int = 2) -> AsyncIterator[ClusterPool]:
-    """Nothing is deployed yet."""
-    router = await spawn_router(QUICK)
-    ray = RayCluster(num_nodes=num_nodes)
+async def cluster_pool(
+    *, num_nodes: int = 2, router: Mapping[str, object] | None = None, dead_node: Mapping[str, int] = DEAD_NODE
+) -> AsyncIterator[ClusterPool]:
+    """Nothing is deployed yet. `router` is what its config has beside QUICK."""
+    process = await spawn_router({**QUICK, **(router or {})})
+    ray = RayCluster(num_nodes=num_nodes, dead_node=dead_node)
     try:
         await ray.start()
-        async with AsyncGraphpoolClient(router.address, ONE_TRY) as client:
-            yield ClusterPool(ray, client, router.address)
+        async with AsyncGraphpoolClient(process.address, ONE_TRY) as client:
+            yield ClusterPool(ray, client, process)
     finally:
         await ray.stop()
-        await router.kill()
+        await process.kill()

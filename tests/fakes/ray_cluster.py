@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +28,8 @@ DEAD_NODE = {
 
 Where processes are dead, checks fail at once; the timeout is for those of a busy machine.
 """
+PATIENT = {**DEAD_NODE, "health_check_timeout_ms": 30_000}
+"""Where no node is to be lost, however busy the machine is with other things."""
 NODE: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
 
 
@@ -47,9 +49,10 @@ class RayCluster(PrivateRay):
     All methods that touch Ray block, and run through `call`.
     """
 
-    def __init__(self, *, num_nodes: int = 2) -> None:
+    def __init__(self, *, num_nodes: int = 2, dead_node: Mapping[str, int] = DEAD_NODE) -> None:
         super().__init__(num_cpus=0)
         self._num_nodes = num_nodes
+        self._dead_node = dead_node
         self._cluster: Any = None
 
     def add_node(self) -> None:
@@ -101,7 +104,7 @@ class RayCluster(PrivateRay):
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.ERROR)
         ray._private.worker._worker_logs_enabled = False
-        config = {**DEAD_NODE, "gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")}
+        config = {**self._dead_node, "gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")}
         head = {
             **NODE,
             "num_cpus": 0,

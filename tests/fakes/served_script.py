@@ -83,7 +83,7 @@ def deploy_script(config: PoolConfig, knobs: dict[str, Any], drain_timeout_s: fl
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=drain_timeout_s + STOP_MARGIN_S,
         health_check_period_s=1.0,
-        health_check_timeout_s=5.0,
+        health_check_timeout_s=max(5.0, config.health_check_timeout_s),
         **replicas_of(config),
     )
     serve.start(proxy_location="Disabled", logging_config=SERVE_LOGGING)
