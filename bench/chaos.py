@@ -5,6 +5,8 @@
     python -m bench.chaos schedules --count 500               # two faults at once, on a virtual clock
     python -m bench.chaos model --tokens 64                   # the embedded model, interrupted at every token
     python -m bench.chaos gpu --kills 20 --streams 2000       # SIGKILL of workers with real engines, on a GPU
+    python -m bench.chaos isolation                           # what streams notice of trouble on another replica
+    python -m bench.chaos overload                            # up to ten times what the pool can answer
 
 Scripted engines in replica processes of their own, a router process, and this process as the clients; `model` runs the
 embedded model in deterministic mode, on the CPU. `gpu` runs real engines, all on one GPU or one on each; in deterministic mode every
@@ -24,6 +26,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.chaos_isolation import isolation
+from bench.chaos_overload import overload
 from bench.chaos_results import Figure, add_figures, chaos_results
 from bench.results_file import Results
 from tests.chaos.campaign import Findings, Plan, percentile, run
@@ -229,6 +233,8 @@ BENCHES: dict[str, Callable[[argparse.Namespace], Results]] = {
     "schedules": schedules,
     "model": model,
     "gpu": gpu,
+    "isolation": isolation,
+    "overload": overload,
 }
 
 
@@ -247,6 +253,10 @@ def _parser() -> argparse.ArgumentParser:
     made["schedules"].add_argument("--count", type=int, default=500)
     made["model"].add_argument("--tokens", type=int, default=64)
     _add_gpu_arguments(made["gpu"])
+    made["isolation"].add_argument("--replicas", type=int, default=4)
+    made["isolation"].add_argument("--rate", type=float, default=60.0, help="requests a second")
+    for name, seconds in (("isolation", 12.0), ("overload", 10.0)):
+        made[name].add_argument("--seconds", type=float, default=seconds, help="of each part")
     return parser
 
 

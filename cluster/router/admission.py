@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ SHARES = {
     Criticality.CRITICAL_PLUS: 1.0,
 }
 """Of the queue, and of the time there is to wait, that each class may use: the lowest is refused first."""
+STANDING_PART = 0.5
+"""Of the time that a deadline leaves to wait: a queue that has stood for so long is held to it, too."""
 LEARNING = 0.1
 """Weight of the newest answer in the mean length of answers."""
 MIN_QUEUE_AGE_S = 0.3
@@ -92,6 +95,8 @@ class Demand:
     answer_s: float
     """From its first token to its last, if it is like recent ones."""
     criticality: Criticality
+    full_s: float = 0.0
+    """For how long no row has been free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +122,10 @@ def judge(rooms: Sequence[Room], demand: Demand, limits: Limits, answer_tokens: 
 
     A replica with free rows takes anything: what is too slow even then is for the client to judge, and a prediction
     that is wrong is found out only by work. Else the request waits behind `num_waiting` others. Its first token has to
-    come within its class's share of the time it can wait, and its last before its deadline. Cost model: see
-    `worker.forecast`. Failure mode: the mean length of recent answers stands for that of all.
+    come within its class's share of the time it can wait, and its last before its deadline. A burst may fill that time;
+    a queue that stands would make every answer as late as can be, and late for any hiccup, and answer no more of them:
+    it is held to a part. Cost model: see `worker.forecast`. Failure mode: the mean length of recent answers stands for
+    that of all.
     """
     if any(room.max_rows == 0 or room.num_free_rows >= demand.num_sequences for room in rooms):
         return None
@@ -132,7 +139,7 @@ def judge(rooms: Sequence[Room], demand: Demand, limits: Limits, answer_tokens: 
     ]
     budget_s = limits.max_wait_s
     if demand.time_left_s is not None:
-        budget_s = min(budget_s, demand.time_left_s - demand.answer_s)
+        budget_s = min(budget_s, _patience_s(demand.time_left_s - demand.answer_s, demand.full_s))
     budget_s *= share
     if not open_waits:
         return Refusal("queue_full", min(waits))
@@ -141,11 +148,24 @@ def judge(rooms: Sequence[Room], demand: Demand, limits: Limits, answer_tokens: 
     return None
 
 
+def _patience_s(spare_s: float, full_s: float) -> float:
+    """The time to wait that a deadline leaves, or the part of it that a standing queue may take."""
+    return STANDING_PART * spare_s if full_s > STANDING_PART * spare_s else spare_s
+
+
 class Admission:
     """Judges requests by what the router knows of its replicas, and learns how long answers are."""
 
-    def __init__(self, config: RouterConfig, *, jitter: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        jitter: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limits = Limits(config.max_waiting, config.max_wait_s)
+        self._clock = clock
+        self._full_since_s: float | None = None
         self._jitter = jitter or (lambda: random.uniform(1 - JITTER, 1 + JITTER))  # noqa: S311
         self._answer_tokens = 0.0
         self.refusals: dict[tuple[str, Criticality], int] = {}
@@ -161,6 +181,10 @@ class Admission:
         mean = self._answer_tokens
         self._answer_tokens = mean + LEARNING * (num_tokens - mean) if mean else float(num_tokens)
 
+    def note_room(self) -> None:
+        """A request found a free row."""
+        self._full_since_s = None
+
     def check(
         self,
         rooms: Sequence[Room],
@@ -175,7 +199,7 @@ class Admission:
             return
         tokens = self._answer_tokens if max_tokens is None else min(max_tokens, self._answer_tokens)
         step_s = min(room.step_s for room in rooms)
-        demand = Demand(num_sequences, time_left_s, tokens * step_s, criticality)
+        demand = Demand(num_sequences, time_left_s, tokens * step_s, criticality, self._full_s())
         refusal = judge(rooms, demand, self._limits, self._answer_tokens)
         if refusal is None:
             return
@@ -183,3 +207,9 @@ class Admission:
         self.refusals[key] = self.refusals.get(key, 0) + 1
         retry_after_s = min(max(refusal.retry_after_s, MIN_RETRY_S), MAX_RETRY_S) * self._jitter()
         raise Overloaded(refusal.reason, retry_after_s)
+
+    def _full_s(self) -> float:
+        now_s = self._clock()
+        if self._full_since_s is None:
+            self._full_since_s = now_s
+        return now_s - self._full_since_s

@@ -135,6 +135,7 @@ class Pool:
         ]
         num_sequences = max(request.sampling.n, 1)
         if any(link.has_rows(num_sequences) for link in links):
+            self._admission.note_room()
             return
         self._admission.check(
             [link.room for link in links],

@@ -49,6 +49,21 @@ def test_what_cannot_be_answered_before_its_deadline_is_refused_at_once() -> Non
     assert reason([waiting(1), FULL], demand(1.5)) == ""
 
 
+def test_a_queue_that_stands_is_held_to_half_of_the_time_a_deadline_leaves() -> None:
+    # Behind two others: 0.76 s to the first token. The deadline leaves a second, of which 0.9 may be used.
+    burst, standing = replace(demand(2.0), full_s=0.5), replace(demand(2.0), full_s=0.6)
+    assert [reason([waiting(2)], one) for one in (burst, standing)] == ["", "too_late"]
+    assert reason([waiting(2)], replace(demand(None), full_s=100.0)) == ""
+    assert reason([waiting(2)], replace(demand(3.0), full_s=100.0)) == ""
+
+
+@given(st.floats(0.001, 100), st.floats(0, 100), st.integers(0, 7))
+def test_more_time_never_hurts_in_a_queue_that_stands(time_left_s: float, full_s: float, count: int) -> None:
+    want = replace(demand(time_left_s), full_s=full_s)
+    if reason([waiting(count)], want) == "":
+        assert reason([waiting(count)], replace(want, time_left_s=time_left_s + 1)) == ""
+
+
 def test_when_every_queue_is_full_all_classes_are_refused() -> None:
     for criticality in Criticality:
         assert reason([waiting(8), waiting(9)], demand(None, criticality)) == "queue_full"
@@ -117,6 +132,20 @@ def test_a_refusal_says_when_to_come_back_and_is_counted() -> None:
     with pytest.raises(Overloaded, match="queues of all replicas are full"):
         check(subject, waiting(8))
     assert subject.refusals == {("too_late", CRITICAL): 1, ("queue_full", CRITICAL): 1}
+
+
+def test_a_free_row_ends_a_queue_that_stood() -> None:
+    now_s = 0.0
+    subject = Admission(RouterConfig(), clock=lambda: now_s)
+    subject.note_answer(100)
+    check(subject, waiting(2), time_left_s=2.0)
+    now_s = 0.9
+    with pytest.raises(Overloaded, match="not come in time"):
+        check(subject, waiting(2), time_left_s=2.0)
+    subject.note_room()
+    check(subject, waiting(2), time_left_s=2.0)
+    now_s = 1.2
+    check(subject, waiting(2), time_left_s=2.0)
 
 
 @given(st.floats(0, 1e6), st.integers(8, 10**6))
