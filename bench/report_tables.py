@@ -298,6 +298,29 @@ def soak(document: Document) -> str:
     return f"{named}\n\n{markdown(['process', 'value', *parts], lines, numbers=4)}\n\nThe machine meanwhile: {machine}."
 
 
+def serve(document: Document) -> str:
+    """How replicas started, second by second; what clients noticed of what happened to them; what was wrong."""
+    starts = [row for row in document["rows"] if row["metric"].startswith("start_")]
+    phases = sorted({row["metric"] for row in starts}, key=[row["metric"] for row in starts].index)
+    values = {(row["note"], row["metric"]): row for row in starts}
+    notes = list(dict.fromkeys(row["note"] for row in starts))
+    body = [
+        [
+            phase.removeprefix("start_").removesuffix("_s").replace("_", " "),
+            *(_value(values.get((note, phase))) for note in notes),
+        ]
+        for phase in phases
+    ]
+    texts = [markdown(["seconds to", *notes], body, numbers=len(notes))] if body else []
+    events = [row for row in document["rows"] if not row["metric"].startswith("start_")]
+    if events:
+        texts.append(by_note({**document, "rows": events}))
+    found = document["correctness"]
+    texts += [f"{name}: {state}." for name, state in found.get("parts", {}).items() if state != "done"]
+    texts += [f"Wrong: {text}." for text in found.get("wrong", [])]
+    return "\n\n".join(texts)
+
+
 def sampling(document: Document) -> str:
     """Steps of each kind of request by batch, and what they take over greedy ones."""
     steps = {(row["note"], row["batch"]): row["value"] for row in document["rows"] if row["metric"] == "decode_step_ms"}
@@ -369,4 +392,6 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "cluster_events_model": by_note,
     "cluster_soak": soak,
     "pool": by_note,
+    "serve_gpu": serve,
+    "serve_two_gpus": serve,
 }

@@ -6,8 +6,8 @@
 
 Starts are those of one replica in the fast mode: cold (an empty cache of kernels), then warm. Everything else is in
 deterministic mode, so that each answer is compared token by token with what the pool answered while nothing else ran. Every
-wait has a limit, and results are saved after each part: `bench/results/serve_gpu.json`. Exit code 1 if an answer was lost or
-changed, or a part was not done.
+wait has a limit, and results are saved after each part: `bench/results/serve_gpu.json`, of two GPUs `serve_two_gpus.json`.
+Exit code 1 if an answer was lost or changed, or a part was not done.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Parts:
                 await asyncio.wait_for(part(), min(limit_s, left_s))
                 self._states[name] = "done"
             except TimeoutError as error:
-                self._states[name] = f"failed: {error or f'not done within {min(limit_s, left_s):.0f} s'}"[:300]
+                self._states[name] = f"failed: {str(error) or f'not done within {min(limit_s, left_s):.0f} s'}"[:300]
             except Exception as error:  # noqa: BLE001  # the other parts may still tell something
                 self._states[name] = f"failed: {type(error).__name__}: {error}"[:300]
         self._say(f"{name}: {self._states[name]}")
@@ -152,10 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Some machines show little memory before it is used; Ray would take that for a lack of it.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         _end_in_any_case(plan.limit_s + STOP_S)
-        results = Results(bench="serve_gpu", hardware=f"{plan.gpus} x {hardware(plan.device)}")
+        results = Results(bench=plan.bench, hardware=f"{plan.gpus} x {hardware(plan.device)}")
         is_right = asyncio.run(measure(plan, results, options.out))
     print(results.correctness, flush=True)
-    print(options.out / "serve_gpu.json", flush=True)
+    print(options.out / f"{plan.bench}.json", flush=True)
     return int(not is_right)
 
 

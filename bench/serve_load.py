@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.client import AsyncGraphpoolClient
+from cluster.client.errors import ResourceExhausted
 
 DEADLINE_S = 60.0
 
@@ -32,6 +33,7 @@ class Record:
     received: list[int] = field(default_factory=list)
     replicas: set[str] = field(default_factory=set)
     attempts: int = 1
+    is_refused: bool = False
     problem: str = ""
     """The status that ended it, when it was not OK."""
 
@@ -50,6 +52,8 @@ class Findings:
     records: list[Record] = field(default_factory=list)
     lost: int = 0
     """Ended by an error, or too short."""
+    refused: int = 0
+    """Not taken on, for there was too much to do."""
     duplicated: int = 0
     """Longer than asked for."""
     changed: int = 0
@@ -62,7 +66,9 @@ class Findings:
         if record.problem:
             self.problems[record.problem] += 1
         expected = question.answer
-        if record.problem or len(record.received) < len(expected):
+        if record.is_refused:
+            self.refused += 1
+        elif record.problem or len(record.received) < len(expected):
             self.lost += 1
         elif len(record.received) > len(expected):
             self.duplicated += 1
@@ -168,6 +174,9 @@ class Load:
                 if piece.execution is not None:
                     record.attempts = piece.execution.attempts
                     record.replicas.add(piece.execution.replica)
+        except ResourceExhausted as error:
+            record.is_refused = not record.received
+            record.problem = str(error)[:200]
         except Exception as error:  # noqa: BLE001  # whatever it is, it is a lost answer and no end of the load
             record.problem = f"{type(error).__name__}: {error}"[:200]
         findings.take(record, question)

@@ -44,10 +44,16 @@ class Run:
     async def start(self, note: str) -> None:
         """One replica in the fast mode, from nothing to all graphs; then it is taken away."""
         config = PoolConfig(
-            worker=self.plan.fast, replica=self._pool.replica_config(), num_gpus=1.0, drain_timeout_s=1.0
+            worker=self.plan.fast,
+            replica=self._pool.replica_config(),
+            num_gpus=1.0,
+            drain_timeout_s=1.0,
+            health_check_timeout_s=10.0,
         )
-        await self._start(config, 1, f"{note} start")
-        await self._pool.remove()
+        try:
+            await self._start(config, 1, f"{note} start")
+        finally:
+            await self._pool.remove(20)
 
     async def start_two(self, share: float) -> None:
         """Two replicas in deterministic mode, and what they answer while nothing else runs."""
@@ -63,7 +69,7 @@ class Run:
             num_gpus=share,
             num_cpus=0.5,
             drain_timeout_s=DRAIN_S,
-            health_check_timeout_s=5.0,
+            health_check_timeout_s=10.0,
         )
         found = await self._start(self._config, 2, f"2 deterministic, {self._label}")
         self._results.extra.setdefault("places", {})[self._label] = await self._places(found)
@@ -136,17 +142,19 @@ class Run:
         first = asyncio.create_task(self._first_token())
         try:
             await self._pool.deploy(config)
-            found = await self._pool.until_count(count, self.plan.start_limit_s)
+            found = await self._pool.until_count(count, self.plan.ready_limit_s)
             ready_s = time.time()
             times = {"first_token": await first}
         finally:
             first.cancel()
-        is_full, captured_s = await self._pool.until_captured(self.plan.start_limit_s)
+        is_full, captured_s = await self._pool.until_captured(self.plan.capture_limit_s)
         places = [place for place in await self._pool.places() if place.incarnation in found]
         for place in places:
             for phase, seconds in {"process": 0.0, **place.phases}.items():
                 times[phase] = max(times.get(phase, 0.0), place.began_s + seconds)
-        times |= {"ready": ready_s, "all_graphs": captured_s}
+        times["ready"] = ready_s
+        if captured_s is not None:
+            times["all_graphs"] = captured_s
         for phase, when_s in sorted(times.items(), key=lambda item: item[1]):
             self._add(f"start_{phase}_s", "s", round(when_s - began_s, 2), note)
         graphs = {name: sum(place.values.get(name, 0) for place in places) for name in GRAPH_VALUES}
@@ -229,6 +237,7 @@ class Run:
         figures: dict[str, tuple[str, float | None]] = {
             "answers": ("answers", len(found.records)),
             "lost": ("answers", found.lost),
+            "refused": ("answers", found.refused),
             "duplicated": ("answers", found.duplicated),
             "changed": ("answers", found.changed),
             "moved": ("answers", len(found.moved)),

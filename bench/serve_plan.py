@@ -46,14 +46,29 @@ class Plan:
     skips_starts: bool = False
 
     @property
+    def bench(self) -> str:
+        """Name of the result."""
+        return "serve_gpu" if self.gpus == 1 else "serve_two_gpus"
+
+    @property
+    def ready_limit_s(self) -> float:
+        """For replicas to take requests."""
+        return 55.0 * self.slowness
+
+    @property
+    def capture_limit_s(self) -> float:
+        """For their graphs, from then on."""
+        return 30.0 * self.slowness
+
+    @property
     def start_limit_s(self) -> float:
-        """For one start, graphs included."""
-        return 60.0 * self.slowness
+        """For one start, from nothing to nothing."""
+        return self.ready_limit_s + self.capture_limit_s + 15.0
 
     @property
     def two_limit_s(self) -> float:
-        """For two replicas, their kernels, graphs and undisturbed answers."""
-        return 100.0 * self.slowness
+        """For two replicas and their undisturbed answers."""
+        return self.start_limit_s + 15.0 * self.slowness
 
 
 def plan_of(options: argparse.Namespace, folder: Path) -> Plan:
@@ -84,9 +99,9 @@ def plan_of(options: argparse.Namespace, folder: Path) -> Plan:
         prompt_tokens=8,
         answer_tokens=32 if is_tiny else 8,
         num_questions=4,
-        rate_per_s=20.0 if is_tiny else 0.7,
+        rate_per_s=8.0 if is_tiny else 0.5,
         low_per_s=2.0 if is_tiny else 0.3,
-        high_per_s=60.0 if is_tiny else 3.0,
+        high_per_s=20.0 if is_tiny else 1.5,
         occupancy=0.25,
         limit_s=options.limit_s or 900.0,
         slowness=3.0,

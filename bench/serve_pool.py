@@ -108,8 +108,8 @@ class BenchPool:
             lambda found: len(found) == count and without not in found, timeout_s, f"{count} ready replicas"
         )
 
-    async def until_captured(self, timeout_s: float) -> tuple[bool, float]:
-        """Wait until no ready replica captures graphs any more; (whether all are FULL, unix time of the end)."""
+    async def until_captured(self, timeout_s: float) -> tuple[bool, float | None]:
+        """Wait until no ready replica captures graphs any more; (whether all are FULL, unix time of the end if it came)."""
         give_up_s, quiet_since_s = time.monotonic() + timeout_s, None
         before: dict[str, float] = {}
         while time.monotonic() < give_up_s:
@@ -123,7 +123,7 @@ class BenchPool:
             elif quiet_since_s and time.time() - quiet_since_s > 4:
                 return False, quiet_since_s
             await asyncio.sleep(0.1)
-        return False, time.time()
+        return False, None
 
     async def places(self) -> list[Place]:
         """Of all replicas that answer, ready or not."""
@@ -164,7 +164,10 @@ async def bench_pool(*, num_cpus: int, num_gpus: int, temp_dir: Path) -> AsyncIt
 async def router_process() -> AsyncIterator[str]:
     """One that holds requests until a replica is ready; its address."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.serve_pool"), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "bench.serve_pool"),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     try:
@@ -180,7 +183,7 @@ async def router_process() -> AsyncIterator[str]:
 
 
 async def route() -> None:
-    """The router process: prints its address, and serves until it is ended."""
+    """The router process: prints its address, and serves until it is ended, or whoever started it is."""
     config = RouterConfig(
         listen="127.0.0.1:0",
         wait_for_replica_s=120.0,
@@ -191,7 +194,7 @@ async def route() -> None:
     server = RouterServer(config)
     await server.start()
     print(json.dumps({"address": server.address}), flush=True)
-    await asyncio.Event().wait()
+    await asyncio.to_thread(sys.stdin.read)
 
 
 def free_ports(count: int) -> int:
