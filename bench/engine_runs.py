@@ -20,7 +20,7 @@ from bench.results_file import RESULTS, cpu_name
 from bench.shapes import TINY, write_config
 from worker.build import create_engine
 from worker.config import Device, WorkerConfig
-from worker.engine import Engine
+from worker.engine import Engine, hold_nothing
 from worker.graph_runner import GraphRunner
 from worker.load_causal_lm import load_causal_lm
 from worker.model.source import resolve_model
@@ -80,8 +80,8 @@ class Worker:
         self.engine.kv_cache.storage = torch.empty(0)
 
 
-def build(model: str, device: Device, **changes: Any) -> Worker:
-    """An engine over random weights of a public shape, with every graph captured."""
+def build(model: str, device: Device, *, hold_s: Callable[[int], float] = hold_nothing, **changes: Any) -> Worker:
+    """An engine over random weights of a public shape, with every graph captured. `hold_s`: see EngineParts."""
     if device == "cpu":
         changes |= TINY_CHANGES | {key: changes[key] for key in ("use_graph_pool",) if key in changes}
     with tempfile.TemporaryDirectory() as folder:
@@ -92,10 +92,10 @@ def build(model: str, device: Device, **changes: Any) -> Worker:
             device=device,
             **changes,
         )
-        return start(config)
+        return start(config, hold_s=hold_s)
 
 
-def start(config: WorkerConfig) -> Worker:
+def start(config: WorkerConfig, *, hold_s: Callable[[int], float] = hold_nothing) -> Worker:
     """Load and capture."""
     began = time.perf_counter()
     files = resolve_model(config.model, load_format=config.load_format)
@@ -103,7 +103,7 @@ def start(config: WorkerConfig) -> Worker:
     served = load_causal_lm(config, files, device=device, dtype=choose_dtype(config, device.type))
     settle(config.device)
     loaded = time.perf_counter()
-    engine = create_engine(config, files, served, None)
+    engine = create_engine(config, files, served, None, hold_s=hold_s)
     while engine.prepare_next():
         pass
     settle(config.device)

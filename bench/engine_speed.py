@@ -4,7 +4,8 @@
 
 Random weights of a public shape, 128 prompt tokens, greedy, all graphs captured, no network. For each batch: time of a
 step, host time of a step (the engine's thread, without its waiting for tokens), tokens/s of a burst from its first
-prompt to its last token; time to first token of an idle engine; the time between two tokens of 8 running rows while
+prompt to its last token, the tokens of many rows held back and handed out together as a replica has it; without that,
+time to first token of an idle engine; the time between two tokens of 8 running rows while
 1024-token prompts keep coming; and by the profiler the part of the time in which no kernel runs. The same prompts through
 eager steps must give the same tokens. Writes `bench/results/engine_speed.json`.
 """
@@ -36,10 +37,23 @@ from bench.engine_runs import (
     submit,
 )
 from bench.results_file import Results
+from cluster.config import ReplicaConfig
+from cluster.replica.flush import FlushPolicy
 from worker.engine import Engine
 from worker.pending import PendingStep
 
 PROMPT, ANSWER = 128, 128
+
+
+class Hold:
+    """Holds tokens back as a replica does, while it is on."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._policy = FlushPolicy.of(ReplicaConfig())
+
+    def __call__(self, num_live: int) -> float:
+        return self._policy.interval(num_live) if self.is_on else 0.0
 
 
 class Waits:
@@ -155,7 +169,7 @@ def idle_share(engine: Engine, batch: int, steps: int) -> float:
     return float(1 - covered / (reached - spans[0][0]))
 
 
-def measure(worker: Worker, results: Results, model: str, batches: list[int], device: str) -> None:
+def measure(worker: Worker, hold: Hold, results: Results, model: str, batches: list[int], device: str) -> None:
     """Everything; `results` gets the rows."""
     engine, fast = worker.engine, device == "cuda"
 
@@ -169,6 +183,7 @@ def measure(worker: Worker, results: Results, model: str, batches: list[int], de
         theirs = answers(engine, prompts, 16)
     results.correctness["first_tokens_equal_to_eager"] = first_agreement(ours, theirs)
     results.correctness["tokens_equal_to_eager"] = agreement(ours, theirs)
+    hold.is_on = True
     for batch in batches:
         add(
             "decode_step_ms",
@@ -178,6 +193,7 @@ def measure(worker: Worker, results: Results, model: str, batches: list[int], de
         )
         add("host_step_ms", "ms", host_step_ms(engine, batch, 100 if fast else 4), batch=batch)
         add("tokens_per_s", "1/s", burst_tokens_per_s(engine, batch), batch=batch)
+    hold.is_on = False
     for length in (128, 1024) if fast else (16,):
         add("ttft_ms", "ms", ttft_ms(engine, length), batch=1, context=length)
     if fast:
@@ -195,16 +211,18 @@ def main() -> None:
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256])
     chosen = options.parse_args()
     batches = chosen.batches if chosen.device == "cuda" else [1, 4]
+    hold = Hold()
     worker = build(
         chosen.model,
         chosen.device,
+        hold_s=hold,
         max_batch=max(batches),
         max_model_len=4096,
         kv_cache_bytes=24 << 30,
         prefix_cache=False,
     )
     results = Results(bench="engine_speed", hardware=hardware(chosen.device))
-    measure(worker, results, chosen.model, batches, chosen.device)
+    measure(worker, hold, results, chosen.model, batches, chosen.device)
     print(results.correctness, results.write(chosen.out))
 
 
