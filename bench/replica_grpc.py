@@ -86,13 +86,13 @@ def replica(options: argparse.Namespace, config: Path) -> Iterator[subprocess.Po
 
 
 @contextlib.contextmanager
-def router(options: argparse.Namespace) -> Iterator[int]:
-    """Start one in front of the replica; its port."""
+def router(options: argparse.Namespace) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Start one in front of the replica; its port and process."""
     port = free_port()
     command = [sys.executable, "-m", "bench.replica_grpc", "--route", str(port), "--port", str(options.port)]
     process = subprocess.Popen(command)
     try:
-        yield port
+        yield port, process
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -140,8 +140,8 @@ def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
     return [[dice.randrange(3, vocab) for _ in range(length)] for _ in range(count)]
 
 
-async def first_answer(port: int, started: float) -> float:
-    """Seconds from the start of a process to the first token a client sees."""
+async def first_answer(port: int, started: float, process: subprocess.Popen[bytes]) -> float:
+    """Seconds from the start of a process to the first token a client sees; a process that has ended is an error."""
     from cluster.client import AsyncGraphpoolClient
 
     while True:
@@ -150,6 +150,8 @@ async def first_answer(port: int, started: float) -> float:
                 await ask(client, [5, 6, 7], max_tokens=1)
                 return time.perf_counter() - started
         await asyncio.sleep(0.05)
+        if process.poll() is not None:
+            raise RuntimeError(f"the process ended with {process.returncode} before it answered")
         if time.perf_counter() - started > 300:
             raise TimeoutError("no answer within 300 s")
 
@@ -239,8 +241,8 @@ async def run(options: argparse.Namespace) -> None:
     results = Results(bench="replica_grpc", hardware=hardware(options.device))
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        with replica(options, write_config(options.model, Path(folder))):
-            first = await first_answer(options.port, started)
+        with replica(options, write_config(options.model, Path(folder))) as process:
+            first = await first_answer(options.port, started, process)
             add(results, options, metric="start_to_first_token_s", unit="s", value=first)
             from cluster.client import AsyncGraphpoolClient
 
@@ -249,8 +251,8 @@ async def run(options: argparse.Namespace) -> None:
             if full == full:
                 add(results, options, metric="start_to_all_graphs_s", unit="s", value=full)
             await measure(options, results, options.port, "direct")
-            with router(options) as port:
-                await first_answer(port, time.perf_counter())
+            with router(options) as (port, front):
+                await first_answer(port, time.perf_counter(), front)
                 await measure(options, results, port, "through a router")
     print(results.correctness)
     print(results.write())
