@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from worker.batch import Batch
-from worker.chooser import StepOutput
 from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, QueueFull, RequestAborted, WorkerError
 from worker.kv_cache import KVCache
 from worker.live_request import Choice, Decode, LiveRequest
@@ -29,6 +28,7 @@ from worker.runner import Runner
 from worker.sampling import SamplingParams, check_token_ids
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, SequenceState
+from worker.step_output import StepOutput
 
 Hold = Callable[[int], float]
 """Seconds that the tokens of an answer may be held back to be handed out together, with so many live requests."""

@@ -8,12 +8,12 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
 from worker.batch import Batch, Segment
-from worker.chooser import StepOutput
 from worker.faults import Faults
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness, GraphSnapshot
 from worker.pending import PendingStep
 from worker.runner import Runner
+from worker.step_output import StepOutput
 
 
 class FaultyRunner:

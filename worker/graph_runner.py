@@ -10,7 +10,6 @@ import torch
 
 from worker.batch import Batch
 from worker.block_pool import PADDING_BLOCK, BlockPool
-from worker.chooser import StepOutput
 from worker.graph_draws import CHECKED_ROWS, HISTORY_BLOCKS
 from worker.graph_memory import StepMemory
 from worker.graph_regions import ANY, CHUNK, DRAW, FRESH, PACKED, GraphRegions
@@ -30,6 +29,7 @@ from worker.runner import EagerRunner
 from worker.sampler import Sampled
 from worker.sampling_table import DRAW_NEEDS, SampledRow, needs_of_all
 from worker.step_kernels import TorchKernels
+from worker.step_output import StepOutput
 from worker.tiers import BucketTable, TierTable
 
 log = logging.getLogger(__name__)

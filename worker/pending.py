@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
-from worker.chooser import StepOutput
 from worker.logprobs import logprob_of
 from worker.request import Logprob
 from worker.sampler import NUM_DETAILS, Sampled
 from worker.sampling_table import SampledRow
+from worker.step_output import StepOutput
 
 
 class PendingStep(Protocol):

@@ -10,7 +10,6 @@ import torch
 from worker.attention.prefill import PrefillSegment
 from worker.batch import Batch
 from worker.causal_lm import CausalLM
-from worker.chooser import StepOutput
 from worker.decode_inputs import DecodeInputs
 from worker.decode_step import decode_step
 from worker.inputs import MAX_PACKED, PrefillInputs
@@ -19,6 +18,7 @@ from worker.load import GraphReadiness, GraphSnapshot
 from worker.pending import DoneStep, Letter, PendingStep, TokenMailbox
 from worker.sampling_stage import SamplingStage
 from worker.step_kernels import StepKernels, TorchKernels
+from worker.step_output import StepOutput
 from worker.tiers import TierTable
 
 MAILBOX_DEPTH = 4

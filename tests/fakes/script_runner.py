@@ -8,13 +8,13 @@ import torch
 
 from worker.batch import Batch
 from worker.block_pool import BlockPool
-from worker.chooser import StepOutput
 from worker.engine import Engine, EngineParts
 from worker.kv_cache import KVCache
 from worker.load import EngineInfo, GraphReadiness, GraphSnapshot
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
+from worker.step_output import StepOutput
 from worker.tiers import BucketTable, TierTable, default_buckets, default_tiers
 
 VOCAB = 256
