@@ -30,6 +30,7 @@ VALUES: dict[str, tuple[str, Callable[[Reading], float | None]]] = {
     "threads": ("1", lambda reading: reading.threads),
     "tasks": ("1", lambda reading: reading.tasks),
 }
+LEAST_READINGS = 3
 IDLE_TASKS = 4
 """More of them than before the first client would be those of clients that are gone."""
 
@@ -42,8 +43,10 @@ def points_of(life: Life, value: Callable[[Reading], float | None], warm_up_s: f
 
 
 def last_points(lives: Sequence[Life], value: Callable[[Reading], float | None]) -> Points:
-    """The last reading of each of them: what those grow to that are killed."""
-    found = [(life.readings[-1].at_s, value(life.readings[-1])) for life in lives]
+    """The last reading of each of them that has served for a while: what those grow to that are killed."""
+    served = [[reading for reading in life.readings if reading.tasks is not None] for life in lives]
+    last = [readings[-1] for readings in served if len(readings) >= LEAST_READINGS]
+    found = [(reading.at_s, value(reading)) for reading in last]
     return sorted((at_s, number) for at_s, number in found if number is not None)
 
 

@@ -25,6 +25,9 @@ from tests.chaos.cluster_vitals import Vitals, metrics_ports, role_of
 from tests.chaos.open_loop import at
 from tests.fakes.ray_cluster import PATIENT
 
+SLOW_S = 10.0
+"""A replacement that takes longer is told of while it is awaited."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakPlan:
@@ -152,10 +155,14 @@ class Soak:
             self.found.whole_s.append(time.monotonic() - began_s)
 
     async def _replaced(self, before: set[str]) -> None:
-        num_replicas = self._plan.replicas
-        await self._pool.until(
-            lambda ready: len(ready) == num_replicas and bool(ready - before), 300.0, look_every_s=0.25
-        )
+        def is_whole(ready: set[str]) -> bool:
+            return len(ready) == self._plan.replicas and bool(ready - before)
+
+        try:
+            await self._pool.until(is_whole, SLOW_S, look_every_s=0.25)
+        except TimeoutError as error:
+            print(error, flush=True)
+            await self._pool.until(is_whole, 300.0, look_every_s=0.25)
 
     async def _read_on(self) -> None:
         psutil.cpu_percent()
