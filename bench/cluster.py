@@ -2,10 +2,11 @@
 
     python -m bench.cluster                                # 3 rolling restarts, 2 scale cycles
     python -m bench.cluster --restarts 20 --cycles 10      # the full run
+    python -m bench.cluster --model smollm2-135m           # fewer, with a real model on the CPU
     python -m bench.cluster soak --minutes 30              # see bench/soak.py
 
-See tests/chaos/cluster_campaign.py. Writes `bench/results/cluster_events.json`; exits with 1 if any answer was lost,
-or any token came twice or was not the expected one.
+See tests/chaos/cluster_campaign.py and cluster_model.py. Writes `bench/results/cluster_events.json`, or
+`cluster_events_model.json`; exits with 1 if any answer was lost, or any token came twice or was not the expected one.
 """
 
 from __future__ import annotations
@@ -22,12 +23,21 @@ from collections.abc import Sequence
 from bench import soak
 from bench.results_file import Results, cpu_name
 from tests.chaos.cluster_events import Event, together
+from tests.chaos.cluster_model import ModelPlan, run_model
+from tests.fakes.ray_cluster import missing
 
 
-def results_of(events: Sequence[Event], *, seed: int, load_average: str) -> Results:
+def results_of(
+    events: Sequence[Event],
+    *,
+    seed: int,
+    load_average: str,
+    bench: str = "cluster_events",
+    model: str = "script",
+) -> Results:
     """A line for each kind of event, with sums, the longest gap of all, and the median and the longest time."""
     results = Results(
-        bench="cluster_events",
+        bench=bench,
         hardware=cpu_name(),
         correctness={
             "all_right": all(event.is_flawless for event in events),
@@ -54,7 +64,7 @@ def results_of(events: Sequence[Event], *, seed: int, load_average: str) -> Resu
             ]
         for metric, unit, value in figures:
             results.add(
-                system="graphpool", model="script", metric=metric, unit=unit, value=value, scope="router", note=name
+                system="graphpool", model=model, metric=metric, unit=unit, value=value, scope="router", note=name
             )
     return results
 
@@ -66,12 +76,39 @@ def measure(plan: Plan) -> Results:
     return results_of(events, seed=plan.seed, load_average=f"{before:.1f} before, {os.getloadavg()[0]:.1f} after")
 
 
+def measure_model(plan: ModelPlan) -> Results:
+    """The same with a real model."""
+    before = os.getloadavg()[0]
+    events = asyncio.run(run_model(plan))
+    average = f"{before:.1f} before, {os.getloadavg()[0]:.1f} after"
+    return results_of(events, seed=plan.seed, load_average=average, bench="cluster_events_model", model=plan.model)
+
+
+def model_plan_from(arguments: list[str]) -> ModelPlan:
+    """By the command line; exits where there can be no cluster."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    standard = ModelPlan()
+    parser.add_argument("--model", required=True, help="name or directory, as of a worker")
+    parser.add_argument("--streams", type=int, default=standard.streams)
+    parser.add_argument("--questions", type=int, default=standard.questions)
+    parser.add_argument("--min-tokens", type=int, default=standard.min_tokens)
+    parser.add_argument("--max-tokens", type=int, default=standard.max_tokens)
+    parser.add_argument("--seed", type=int, default=standard.seed)
+    options = parser.parse_args(arguments)
+    if (problem := missing()) is not None:
+        parser.error(problem)
+    return ModelPlan(**vars(options))
+
+
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["soak"]:
         return soak.main(given[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results = measure(plan_from(parser, given))
+    if any(argument.partition("=")[0] == "--model" for argument in given):
+        results = measure_model(model_plan_from(given))
+    else:
+        results = measure(plan_from(parser, given))
     print(results.write())
     return int(not results.correctness["all_right"])
 

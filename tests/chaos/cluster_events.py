@@ -119,15 +119,19 @@ class ClusterLoad:
         finally:
             self._event = self.between
 
+    async def answer(self, draw: random.Random) -> Record:
+        """Ask for something, and check what comes."""
+        asked = question(draw, self._max_tokens)
+        async with ask(self._client, asked) as stream:
+            return await watch(asked, stream, patience_s=self._patience_s)
+
     async def _ask_on(self, place: int) -> None:
         while place < self._wanted:
             self._number += 1
             number = self._number
             self._running.add(number)
-            asked = question(random.Random(self._seed * 1_000_003 + number), self._max_tokens)
             try:
-                async with ask(self._client, asked) as stream:
-                    record = await watch(asked, stream, patience_s=self._patience_s)
+                record = await self.answer(random.Random(self._seed * 1_000_003 + number))
             finally:
                 self._running.discard(number)
             self._event.take(record)

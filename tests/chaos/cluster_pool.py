@@ -13,10 +13,11 @@ from tests.fakes.ray_cluster import DEAD_NODE, RayCluster  # first: it sets what
 from cluster.autoscale.config import ScalingConfig  # isort: skip
 from cluster.client import AsyncGraphpoolClient
 from cluster.config import ClientConfig, ReplicaConfig
-from cluster.serve_app import PoolConfig
+from cluster.serve_app import PoolConfig, deploy
 from protos import control_pb2
 from tests.fakes.router_process import RouterProcess, spawn_router
 from tests.fakes.served_script import deploy_script
+from worker.config import WorkerConfig
 
 READY = control_pb2.REPLICA_STATE_READY
 QUICK: dict[str, object] = {"announce_period_s": 0.2, "reconnect_max_s": 0.5, "canary_timeout_s": 10.0}
@@ -25,6 +26,7 @@ STEP_S = 0.02
 ONE_TRY = ClientConfig(max_attempts=1)
 """What a client would try again counts as lost."""
 DRAIN_TIMEOUT_S = 20.0
+MAX_STREAMS = 64
 
 
 @dataclass(slots=True)
@@ -57,6 +59,16 @@ class ClusterPool:
         )
         knobs = {"step_s": step_s, "max_rows": max_rows, "max_waiting": 256 + self.num_deployments}
         await self.ray.call(deploy_script, config, knobs, DRAIN_TIMEOUT_S)
+
+    async def deploy_model(self, worker: WorkerConfig, *, num_replicas: int, revision: int = 0) -> None:
+        """The same with replicas as they are in production; another revision makes new ones, another number does not."""
+        replica = ReplicaConfig(
+            routers=(self.router.address,), announce_period_s=0.2, max_streams=MAX_STREAMS + revision
+        )
+        config = PoolConfig(
+            worker=worker, replica=replica, num_replicas=num_replicas, num_cpus=0.1, health_check_timeout_s=30.0
+        )
+        await self.ray.call(deploy, config)
 
     async def ready(self) -> set[str]:
         """Incarnations of the replicas that take requests."""
