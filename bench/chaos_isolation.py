@@ -8,9 +8,8 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from bench.chaos_results import Figure, add_figures, chaos_results
 from bench.results_file import Results
@@ -25,6 +24,7 @@ MIN_TOKENS, MAX_TOKENS = 20, 60
 VICTIM = "r0"
 SLOW_FACTOR = 5.0
 DERATED = 2.5
+AT_WORK_S = 2.0
 SETTLING_S = 5.0
 """After a slow replica has been derated: its streams of before have ended."""
 MAX_RATIO = {"killed": 1.10, "hung": 1.10, "restarted": 1.10, f"{SLOW_FACTOR:g}x slower, all answers": 1.20}
@@ -131,23 +131,34 @@ async def _restart(pool: ChaosPool) -> None:
 FAULTS: dict[str, Callable[[ChaosPool], Awaitable[None]]] = {"killed": _kill, "hung": _hang, "restarted": _restart}
 
 
-async def _break_on(pool: ChaosPool, phase: Phase, fault: Callable[[ChaosPool], Awaitable[None]]) -> None:
-    """Again as soon as the victim's successor has been at work for a second."""
-    while True:
-        await fault(pool)
-        phase.num_faults += 1
-        await pool.wait_ready(len(pool.replicas))
-        await asyncio.sleep(1.0)
-
-
 @contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
+async def _broken(pool: ChaosPool, phase: Phase, fault: Callable[[ChaosPool], Awaitable[None]]) -> AsyncIterator[None]:
+    """Again and again, once the victim's successor has been at work for a while; at the end the pool is whole."""
+    is_over = asyncio.Event()
+
+    async def break_on() -> None:
+        while not is_over.is_set():
+            await fault(pool)
+            phase.num_faults += 1
+            await pool.wait_ready(len(pool.replicas))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_over.wait(), AT_WORK_S)
+
+    task = asyncio.create_task(break_on())
     try:
         yield
     finally:
-        if not task.done():
-            task.cancel()
+        is_over.set()
+        await task
+
+
+@contextlib.asynccontextmanager
+async def _under(load: Load) -> AsyncIterator[None]:
+    task = asyncio.create_task(load.run())
+    try:
+        yield
+    finally:
+        task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
@@ -158,27 +169,18 @@ async def measure(options: argparse.Namespace) -> list[Phase]:
     phases: list[Phase] = []
     async with chaos_pool(options.replicas, step_s=STEP_S, stall_s=2.0) as pool:
         load = Load(pool, options.rate, draw)
-        async with _beside(load.run()):
+        async with _under(load):
             await load.count(Phase("warm-up"), 2.0)
             phases.append(await load.count(Phase("no fault"), options.seconds))
             for name, fault in FAULTS.items():
                 phase = Phase(name)
-                async with _beside(_break_on(pool, phase, fault)):
+                async with _broken(pool, phase, fault):
                     await load.count(phase, options.seconds)
                 phases.append(phase)
-                await _whole(pool)
             phases.append(await load.count(Phase("no fault again"), options.seconds))
             await _slow_down(pool)
             phases.append(await load.count(Phase(f"{SLOW_FACTOR:g}x slower"), options.seconds))
     return phases
-
-
-async def _whole(pool: ChaosPool) -> None:
-    """What was interrupted in the middle of a fault is put right."""
-    if pool.replicas[VICTIM].process.returncode is None:
-        await pool.replicas[VICTIM].kill()
-    await pool.spawn(VICTIM)
-    await pool.wait_ready(len(pool.replicas))
 
 
 async def _slow_down(pool: ChaosPool) -> None:

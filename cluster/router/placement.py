@@ -60,13 +60,24 @@ class Placement:
         """Return after the next change."""
         await self._changed.wait()
 
-    async def choose(self, request: AnyRequest, answering: Answering, fits: Fits = lambda _: True) -> Link:
-        """The replica the request goes to. Raises UnknownModel, NoReplicaAvailable or what ends the request."""
+    async def choose(
+        self,
+        request: AnyRequest,
+        answering: Answering,
+        fits: Fits = lambda _: True,
+        *,
+        is_held: Fits = lambda _: False,
+    ) -> Link:
+        """The replica the request goes to, rather not one that `is_held`.
+
+        Raises UnknownModel, NoReplicaAvailable or what ends the request.
+        """
         links = await self.ready(request.model, answering, fits)
         prompt_cost, answer_cost = cost_of(request, links[0], answering)
         want = want_of(request, prompt_cost=prompt_cost, answer_cost=answer_cost)
         candidates = [link.candidate for link in links]
-        worthwhile = without_stragglers(candidates, want.num_sequences)
+        held = {index for index, link in enumerate(links) if is_held(link)}
+        worthwhile = without_stragglers(candidates, want.num_sequences, held)
         return links[worthwhile[self._policy([candidates[index] for index in worthwhile], want)]]
 
     async def ready(self, model: str, answering: Answering, fits: Fits = lambda _: True) -> list[Link]:

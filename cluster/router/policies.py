@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,14 +109,14 @@ class TierFit:
         return fitting[self._least([candidates[index] for index in fitting], want)]
 
 
-def without_stragglers(candidates: Sequence[Candidate], num_sequences: int) -> list[int]:
-    """Indexes of those worth looking at: all but stragglers, while another has rows for the request.
+def without_stragglers(candidates: Sequence[Candidate], num_sequences: int, held: Collection[int] = ()) -> list[int]:
+    """Indexes of those worth looking at: all but stragglers and those `held` up now, while another has rows for the request.
 
     Sequences are decoded together: beside others on a fast replica a request takes its own tokens times that replica's
     step, however much more those are to do, so that an idle straggler only delays it. Once rows are short, stragglers
     take their part by `scores`. Given nothing they show nothing, until their slowness is forgotten and tried again.
     """
-    quick = [index for index, one in enumerate(candidates) if one.slowness < STRAGGLER]
+    quick = [index for index, one in enumerate(candidates) if one.slowness < STRAGGLER and index not in held]
     if any(candidates[index].num_free_rows >= num_sequences for index in quick):
         return quick
     return list(range(len(candidates)))

@@ -64,7 +64,7 @@ class Resuming:
         self._quarantine = quarantine
         self._metrics = metrics
         self._budget = RetryBudget()
-        self._trials = Trials(placement.note_change)
+        self._trials = Trials(placement.note_change, lambda: placement.num_ready)
         self._crashes = Crashes()
 
     async def answer(
@@ -89,7 +89,7 @@ class Resuming:
                     self._crashes.note(link.incarnation)
                     answering.crashed_on.add(link.incarnation)
                 self._note_loss(stream.verdict, link, request, answering)
-                share_s = ALL_TRIALS_S * max(self._placement.num_ready, 1) * stream.trial_share
+                share_s = ALL_TRIALS_S * self._trials.num_places * stream.trial_share
                 answering.trial_tokens = trial_tokens(
                     stream.unheard_s,
                     link.load.step_ms / 1000,
@@ -105,7 +105,7 @@ class Resuming:
         try:
             if answering.is_suspect:
                 return await self._placement.choose(request, answering, self._trials.may_begin)
-            return await self._placement.choose(request, answering)
+            return await self._placement.choose(request, answering, is_held=self._trials.is_under_way)
         except NoReplicaAvailable as error:
             if answering.num_losses == 0:
                 raise

@@ -9,15 +9,28 @@ from cluster.router.stream import LinkStream
 
 
 class Trials:
-    """At most one at a time on each replica, so that its death tells which request brought it about."""
+    """At most one at a time on each replica, so that its death tells which request brought it about.
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
+    Whatever else a replica has stands still meanwhile: on no more than half of them suspects are tried at the same time.
+    """
+
+    def __init__(self, on_change: Callable[[], None], num_replicas: Callable[[], int]) -> None:
         self._on_change = on_change
+        self._num_replicas = num_replicas
         self._holders: dict[Link, LinkStream] = {}
 
+    @property
+    def num_places(self) -> int:
+        """Replicas where suspects may be tried at the same time."""
+        return max(1, self._num_replicas() // 2)
+
     def may_begin(self, link: Link) -> bool:
-        """Whether nothing is being tried there."""
-        return link not in self._holders
+        """Whether nothing is being tried there, and not on too many others."""
+        return link not in self._holders and len(self._holders) < self.num_places
+
+    def is_under_way(self, link: Link) -> bool:
+        """Whether something is being tried there."""
+        return link in self._holders
 
     def begin(self, link: Link, stream: LinkStream) -> None:
         """`stream` is tried on `link` until it ends, or has passed."""

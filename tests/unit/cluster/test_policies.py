@@ -60,6 +60,13 @@ def test_a_straggler_is_passed_over_while_another_has_a_free_row() -> None:
     assert without_stragglers(candidates, 2) == [0, 1]
 
 
+def test_a_replica_that_is_held_up_is_passed_over_while_another_has_a_free_row() -> None:
+    candidates = [Candidate("a", 0, num_free_rows=8), Candidate("b", 4000, num_free_rows=1)]
+    assert without_stragglers(candidates, 1, held={0}) == [1]
+    assert without_stragglers(candidates, 2, held={0}) == [0, 1]
+    assert without_stragglers(candidates, 1, held={0, 1}) == [0, 1]
+
+
 def test_stragglers_take_their_part_once_rows_are_short() -> None:
     full = [Candidate("a", 0, slowness=5.0), Candidate("b", 4000), Candidate("c", 4000)]
     assert without_stragglers(full, 1) == [0, 1, 2]

@@ -165,7 +165,7 @@ async def test_a_resumed_stream_begins_with_the_message_that_is_due() -> None:
 
 def test_one_suspect_at_a_time_is_tried_on_a_replica() -> None:
     changes: list[bool] = []
-    trials = Trials(lambda: changes.append(True))
+    trials = Trials(lambda: changes.append(True), lambda: 4)
     link: Any = FakeLink()
     other: Any = FakeLink()
     here, there = stream_on(link), stream_on(other)
@@ -177,6 +177,18 @@ def test_one_suspect_at_a_time_is_tried_on_a_replica() -> None:
     trials.end(link, here)
     assert trials.may_begin(link)
     assert changes == [True]
+
+
+@pytest.mark.parametrize(("num_replicas", "num_places"), [(0, 1), (1, 1), (3, 1), (4, 2), (9, 4)])
+def test_suspects_are_tried_on_half_of_the_replicas_at_most(num_replicas: int, num_places: int) -> None:
+    trials = Trials(lambda: None, lambda: num_replicas)
+    links: list[Any] = [FakeLink() for _ in range(num_places + 1)]
+    for link in links[:num_places]:
+        assert trials.may_begin(link)
+        trials.begin(link, stream_on(link))
+        assert trials.is_under_way(link)
+    assert not trials.may_begin(links[-1])
+    assert not trials.is_under_way(links[-1])
 
 
 def poison(prompt: str = "x", **values: Any) -> pb.GenerateRequest:
