@@ -148,9 +148,15 @@ class ModelCampaign:
         await self.deploy(NUM_REPLICAS)
 
     async def lose_node(self) -> None:
-        """Its replica comes back on the other node; then there is a new one."""
-        await self._lose(self.pool.kill_fullest_node)
-        await self.pool.ray.call(self.pool.ray.add_node)
+        """The other replica carries all, until there is a new node for its successor."""
+
+        async def kill() -> int:
+            num_lost = await self.pool.kill_fullest_node()
+            await self.pool.whole(NUM_REPLICAS - num_lost, timeout_s=WAIT_S)
+            await self.pool.ray.call(self.pool.ray.add_node)
+            return num_lost
+
+        await self._lose(kill)
 
     async def lose_controller(self) -> None:
         """Together with a replica, which only the next controller replaces."""

@@ -27,6 +27,8 @@ ONE_TRY = ClientConfig(max_attempts=1)
 """What a client would try again counts as lost."""
 DRAIN_TIMEOUT_S = 20.0
 MAX_STREAMS = 64
+MOST_CPUS = 1.2
+"""Of a replica that is to have a node for itself: nodes have two."""
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class ClusterPool:
             routers=(self.router.address,), announce_period_s=0.2, max_streams=MAX_STREAMS + revision
         )
         config = PoolConfig(
-            worker=worker, replica=replica, num_replicas=num_replicas, num_cpus=0.1, health_check_timeout_s=30.0
+            worker=worker, replica=replica, num_replicas=num_replicas, num_cpus=MOST_CPUS, health_check_timeout_s=30.0
         )
         await self.ray.call(deploy, config)
 

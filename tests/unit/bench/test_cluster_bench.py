@@ -8,11 +8,12 @@ import random
 import grpc
 import pytest
 
-from bench.cluster import results_of
+from bench.cluster import model_plan_from, results_of
 from bench.report_tables import by_note
 from cluster.client import CallError
 from tests.chaos.cluster_campaign import Plan, plan_from
 from tests.chaos.cluster_events import Event, question, together
+from tests.chaos.cluster_model import ModelPlan
 from tests.chaos.oracle import Outcome, Question, Record
 
 ASKED = Question(prompt=(3, 4), max_tokens=8)
@@ -112,3 +113,32 @@ def test_a_machine_without_a_cluster_is_told_why(
     with pytest.raises(SystemExit):
         plan_from(argparse.ArgumentParser(), [])
     assert "no memory" in capsys.readouterr().err
+
+
+def test_the_questions_of_a_model_are_short_of_every_kind_and_tell_logprobs() -> None:
+    asked = ModelPlan(questions=12, min_tokens=24, max_tokens=48).asked()
+    assert len({one.kind for one in asked}) >= 4
+    assert all(24 <= one.sampling["max_tokens"] <= 48 and one.sampling["logprobs"] for one in asked)
+
+
+def test_the_replicas_of_a_model_compute_alike() -> None:
+    worker = ModelPlan().worker
+    assert worker.deterministic
+    assert worker.cpu_threads == 1
+
+
+@pytest.mark.parametrize("wrong", [{"streams": 0}, {"questions": 0}, {"min_tokens": 50}, {"max_tokens": 129}])
+def test_a_model_plan_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is |{next(iter(wrong))} [0-9]"):
+        ModelPlan(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_on_the_command_line_makes_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.cluster.missing", lambda: None)
+    assert model_plan_from(["--model", "m", "--streams", "3"]) == ModelPlan(model="m", streams=3)
+
+
+def test_events_with_a_model_have_a_file_of_their_own() -> None:
+    results = results_of([event("a", 1.0, record())], seed=1, load_average="1", bench="cluster_events_model", model="m")
+    assert results.bench == "cluster_events_model"
+    assert {row.model for row in results.rows} == {"m"}
