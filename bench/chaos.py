@@ -253,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     made["schedules"].add_argument("--count", type=int, default=500)
     made["model"].add_argument("--tokens", type=int, default=64)
     _add_gpu_arguments(made["gpu"])
+    made["isolation"].add_argument("--virtual", action="store_true", help="on a virtual clock: the policies alone")
     made["isolation"].add_argument("--replicas", type=int, default=4)
     made["isolation"].add_argument("--rate", type=float, default=60.0, help="requests a second")
     for name, seconds in (("isolation", 12.0), ("overload", 10.0)):

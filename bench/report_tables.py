@@ -384,6 +384,7 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "chaos_gpu": by_metric,
     "chaos_gpu_fast": by_metric,
     "chaos_isolation": by_note,
+    "chaos_isolation_virtual": by_note,
     "chaos_kills": by_note,
     "chaos_model": by_note,
     "chaos_overload": by_note,

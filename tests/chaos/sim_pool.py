@@ -80,12 +80,13 @@ class VirtualEngine(ScriptEngine):
                 await self.is_running.wait()
                 if not self._wait_for_work():
                     continue
-                self._busy_since_s = asyncio.get_running_loop().time()
+                began_s = self._busy_since_s = asyncio.get_running_loop().time()
                 await asyncio.sleep(self.knobs.step_s * self.slowness)
                 await self.is_running.wait()
                 while self._is_hanging:  # noqa: ASYNC110  # a knob has no event
                     await asyncio.sleep(0.05)
                 self._step()
+                self._step_s += 0.2 * (asyncio.get_running_loop().time() - began_s - self._step_s)
         except InjectedCrash as error:
             self._death = error
             self._end()
