@@ -9,12 +9,12 @@ from __future__ import annotations
 from tests.chaos.cluster_pool import ClusterPool, cluster_pool  # first: it sets what gRPC reads when it is imported
 
 import asyncio  # isort: skip
-import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from bench.chaos_questions import questions
+from cluster.autoscale.config import ScalingConfig
 from cluster.client import AsyncGraphpoolClient
 from tests.chaos.cluster_events import ClusterLoad, Event
 from tests.chaos.oracle import Record
@@ -27,6 +27,16 @@ WAIT_S = 600.0
 PATIENCE_S = 240.0
 CALM_S = 10.0
 NUM_REPLICAS = 2
+FEW_ROWS, ROWS = 4, 8
+"""Rows of a replica while load decides how many there are, and afterwards."""
+SCALING = ScalingConfig(
+    min_replicas=1,
+    max_replicas=NUM_REPLICAS,
+    target_occupancy=1.0,
+    target_ttft_s=60.0,
+    down_after_s=8.0,
+    replica_start_s=120.0,
+)
 ROUTER = {"canary_timeout_s": 60.0, "wait_to_resume_s": 240.0, "wait_for_replica_s": 60.0}
 """A router that waits for a replica as long as a model takes to load here."""
 
@@ -48,16 +58,15 @@ class ModelPlan:
         if not 1 <= self.min_tokens <= self.max_tokens <= 128:
             raise ValueError(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, must be in [1, 128]")
 
-    @property
-    def worker(self) -> WorkerConfig:
-        """One thread, and a pool for as many sequences as clients can want."""
+    def worker(self, max_batch: int) -> WorkerConfig:
+        """One thread, a deterministic one."""
         return WorkerConfig(
             model=self.model,
             device="cpu",
             deterministic=True,
             cpu_threads=1,
             max_model_len=256,
-            max_batch=8,
+            max_batch=max_batch,
             kv_cache_bytes=96 << 20,
         )
 
@@ -98,23 +107,22 @@ class ModelCampaign:
     plan: ModelPlan
     pool: ClusterPool
     events: list[Event] = field(default_factory=list)
-    num_deployments: int = 0
 
     async def run(self) -> list[Event]:
         """Everything of the plan, in turn; the last event is what happened between them."""
-        await self.deploy(1)
+        await self.pool.deploy_model(self.plan.worker(FEW_ROWS), scaling=SCALING)
+        await self.pool.whole(1, timeout_s=WAIT_S)
         load = ModelLoad(self.pool.client, await self.undisturbed(), seed=self.plan.seed)
+        load.resize(1)
+        await self._event(load, "load rises: 1 to 2 replicas", lambda: self.scaled(load, self.plan.streams, 2))
+        await self._event(load, "load falls: 2 to 1 replicas", lambda: self.scaled(load, 1, 1))
+        await self.restart()
         load.resize(self.plan.streams)
         await self._event(load, "nothing", lambda: asyncio.sleep(CALM_S))
         self.events[-1].whole_s = 0.0
-        for name, happens in (
-            ("1 to 2 replicas", self.grow),
-            ("node killed", self.lose_node),
-            ("controller and a replica killed", self.lose_controller),
-            ("rolling restart of 2 replicas", self.restart),
-            ("2 to 1 replicas", self.shrink),
-        ):
-            await self._event(load, name, happens)
+        await self._event(load, "node killed", self.lose_node)
+        await self._event(load, "controller and a replica killed", self.lose_controller)
+        await self._event(load, "rolling restart of 2 replicas", self.restart)
         await load.end()
         self._over(load.between)
         return self.events
@@ -128,24 +136,16 @@ class ModelCampaign:
             found.append((question, whole.choices))
         return found
 
-    async def deploy(self, num_replicas: int, *, is_new: bool = True) -> None:
-        """And wait until as many are ready, all of them new if they are to be."""
-        before = await self.pool.ready() if is_new else frozenset[str]()
-        self.num_deployments += is_new
-        await self.pool.deploy_model(self.plan.worker, num_replicas=num_replicas, revision=self.num_deployments)
-        await self.pool.whole(num_replicas, without=before, timeout_s=WAIT_S)
-
-    async def grow(self) -> None:
-        """One more replica, on the other node."""
-        await self.deploy(NUM_REPLICAS, is_new=False)
-
-    async def shrink(self) -> None:
-        """One replica drains and goes."""
-        await self.deploy(1, is_new=False)
+    async def scaled(self, load: ModelLoad, num_streams: int, num_replicas: int) -> None:
+        """Load changes, and the number of replicas follows."""
+        load.resize(num_streams)
+        await self.pool.whole(num_replicas, timeout_s=WAIT_S)
 
     async def restart(self) -> None:
         """Every replica is replaced, one after the other."""
-        await self.deploy(NUM_REPLICAS)
+        before = await self.pool.ready()
+        await self.pool.deploy_model(self.plan.worker(ROWS), num_replicas=NUM_REPLICAS)
+        await self.pool.whole(NUM_REPLICAS, without=before, timeout_s=WAIT_S)
 
     async def lose_node(self) -> None:
         """The other replica carries all, until there is a new node for its successor."""
@@ -185,7 +185,5 @@ class ModelCampaign:
 
 async def run_model(plan: ModelPlan) -> list[Event]:
     """The whole campaign."""
-    # Ray's workers give way to everything else by default; a replica is not to starve on a busy machine.
-    os.environ.setdefault("RAY_worker_niceness", "0")
     async with cluster_pool(router=ROUTER, dead_node=PATIENT) as pool:
         return await ModelCampaign(plan, pool).run()

@@ -26,7 +26,6 @@ STEP_S = 0.02
 ONE_TRY = ClientConfig(max_attempts=1)
 """What a client would try again counts as lost."""
 DRAIN_TIMEOUT_S = 20.0
-MAX_STREAMS = 64
 MOST_CPUS = 1.2
 """Of a replica that is to have a node for itself: nodes have two."""
 
@@ -62,13 +61,17 @@ class ClusterPool:
         knobs = {"step_s": step_s, "max_rows": max_rows, "max_waiting": 256 + self.num_deployments}
         await self.ray.call(deploy_script, config, knobs, DRAIN_TIMEOUT_S)
 
-    async def deploy_model(self, worker: WorkerConfig, *, num_replicas: int, revision: int = 0) -> None:
-        """The same with replicas as they are in production; another revision makes new ones, another number does not."""
-        replica = ReplicaConfig(
-            routers=(self.router.address,), announce_period_s=0.2, max_streams=MAX_STREAMS + revision
-        )
+    async def deploy_model(
+        self, worker: WorkerConfig, *, num_replicas: int = 1, scaling: ScalingConfig | None = None
+    ) -> None:
+        """The same with replicas as they are in production, of which each has a node for itself."""
         config = PoolConfig(
-            worker=worker, replica=replica, num_replicas=num_replicas, num_cpus=MOST_CPUS, health_check_timeout_s=30.0
+            worker=worker,
+            replica=ReplicaConfig(routers=(self.router.address,), announce_period_s=0.2),
+            num_replicas=num_replicas,
+            scaling=scaling,
+            num_cpus=MOST_CPUS,
+            health_check_timeout_s=30.0,
         )
         await self.ray.call(deploy, config)
 

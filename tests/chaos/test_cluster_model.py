@@ -19,18 +19,19 @@ pytestmark = [
 
 
 async def test_no_answer_of_the_model_is_lost_changed_or_repeated_while_its_cluster_loses_parts() -> None:
-    events = await run_model(ModelPlan(streams=3, questions=6, min_tokens=10, max_tokens=20, seed=2))
+    events = await run_model(ModelPlan(streams=4, questions=6, min_tokens=10, max_tokens=20, seed=2))
     by_name = {event.name: event for event in events}
     assert list(by_name) == [
+        "load rises: 1 to 2 replicas",
+        "load falls: 2 to 1 replicas",
         "nothing",
-        "1 to 2 replicas",
         "node killed",
         "controller and a replica killed",
         "rolling restart of 2 replicas",
-        "2 to 1 replicas",
         "between events",
     ]
     for event in events:
         assert event.is_flawless, event.line()
     assert by_name["node killed"].moved + by_name["controller and a replica killed"].moved > 0
+    assert by_name["load falls: 2 to 1 replicas"].moved == 0, "a replica that is taken away finishes what it has"
     assert sum(event.answers for event in events) > 10

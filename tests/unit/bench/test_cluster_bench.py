@@ -122,7 +122,7 @@ def test_the_questions_of_a_model_are_short_of_every_kind_and_tell_logprobs() ->
 
 
 def test_the_replicas_of_a_model_compute_alike() -> None:
-    worker = ModelPlan().worker
+    worker = ModelPlan().worker(4)
     assert worker.deterministic
     assert worker.cpu_threads == 1
 
