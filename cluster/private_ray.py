@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # A replica that fails its health check is of no more use to its streams: end it without the drain's wait.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Ray makes its workers give way to everything else on the machine: a replica would stand still beside any busy job.
+    "RAY_worker_niceness": "0",
 }
 
 

@@ -239,11 +239,7 @@ def _held(load: control_pb2.ReplicaLoad) -> str:
 
 
 async def run_soak(plan: SoakPlan) -> Soaked:
-    """The whole of it, on one node beside the head.
-
-    Ray makes its workers nicer than all others by default: on a machine that is busy with other things, replicas would get nothing.
-    """
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    """The whole of it, on one node beside the head."""
     ports = metrics_ports()
     router = {"metrics_listen": f"127.0.0.1:{ports[-1]}"}
     async with cluster_pool(num_nodes=1, router=router, dead_node=PATIENT) as pool:

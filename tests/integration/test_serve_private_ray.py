@@ -67,6 +67,23 @@ async def main():
 asyncio.run(main())
 """
 
+NICENESS = """
+import asyncio
+import os
+from cluster.private_ray import PrivateRay
+
+def of_a_worker():
+    import ray
+    return ray.get(ray.remote(num_cpus=1)(lambda: os.nice(0)).remote())
+
+async def main():
+    private = PrivateRay(num_cpus=1, num_gpus=0)
+    await private.start()
+    print(await private.call(of_a_worker) == os.nice(0), await private.stop())
+
+asyncio.run(main())
+"""
+
 
 @contextlib.contextmanager
 def owner() -> Iterator[subprocess.Popen[str]]:
@@ -127,3 +144,10 @@ def test_a_process_with_a_private_ray_may_take_its_time_after_sigterm() -> None:
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
     assert "SIGTERM" not in done.stderr
+
+
+def test_its_workers_do_not_give_way_to_everything_else_on_the_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NICENESS], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "True []\n", done.stderr
