@@ -277,25 +277,37 @@ def by_metric(document: Document) -> str:
 
 
 def soak(document: Document) -> str:
-    """The totals of a long run; then how each value of each process began, ended and grew."""
+    """The totals of a long run, times apart from counts; then how what each process holds began, ended and grew."""
     totals = [row for row in document["rows"] if "note" not in row]
-    head = [row["metric"].removesuffix(f"_{row['unit']}").replace("_", " ") for row in totals]
-    units = [f", {row['unit']}" if row["unit"] in ("ms", "s", "min") else "" for row in totals]
-    named = markdown(
-        ["", ""], [[name + unit, _value(row)] for name, unit, row in zip(head, units, totals, strict=True)], numbers=1
-    )
-    trends: dict[tuple[str, str], dict[str, Document]] = {}
+    times = [row for row in totals if row["unit"] in ("ms", "s")]
+    parts: dict[str, dict[str, Document]] = {}
     for row in document["rows"]:
         if "note" in row:
-            name, _, part = row["metric"].partition("_")
-            trends.setdefault((row["note"], name), {})[part] = row
-    lines = [
-        [note, name, *(_value(found[part]) for part in ("start", "end", "growth", "per_hour"))]
-        for (note, name), found in trends.items()
+            parts.setdefault(row["note"], {})[row["metric"]] = row
+    gaps = [note for note in parts if note.startswith("gap")]
+    body = [
+        [note, *(_from_to(found, name) for name in ("rss", "descriptors", "threads", "tasks")), *_growths(found)]
+        for note, found in parts.items()
+        if note not in gaps
     ]
-    parts = ["start", "end", "growth in the last part", "an hour"]
-    machine = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in document["machine"].items())
-    return f"{named}\n\n{markdown(['process', 'value', *parts], lines, numbers=4)}\n\nThe machine meanwhile: {machine}."
+    said = [f"{note}: {_from_to(parts[note], 'ms')} ms" for note in gaps]
+    said += [f"{name.replace('_', ' ')}: {value:g}" for name, value in document["machine"].items()]
+    head = ["", "memory", "descriptors", "threads", "tasks", "memory's growth", "an hour"]
+    tables = [
+        by_note({"rows": [row for row in totals if row not in times]}),
+        by_note({"rows": times}),
+        markdown(head, body, numbers=len(head) - 1),
+    ]
+    return "\n\n".join([*tables, f"{'; '.join(said)}."])
+
+
+def _from_to(found: dict[str, Document], name: str) -> str:
+    start, end = (found.get(f"{name}_{part}") for part in ("start", "end"))
+    return "-" if start is None or end is None else f"{_value(start)} to {_value(end)}"
+
+
+def _growths(found: dict[str, Document]) -> list[str]:
+    return [_value(found.get(name)) for name in ("rss_growth", "rss_per_hour")]
 
 
 def serve(document: Document) -> str:

@@ -209,6 +209,8 @@ def test_the_table_has_the_totals_and_a_line_for_each_value() -> None:
         **results.extra,
     }
     text = tables_of(document)
-    assert "| complete | 1,234 |" in text
-    assert "| gap p50, ms | 80 |" in text
-    assert "| router | rss | 100 MiB | 100 MiB | 0 MiB | 0 MiB |" in text
+    assert "| complete, answers |" in text
+    assert "| 1,234 |" in text
+    assert "| gap p50, ms |" in text
+    assert "| router | 100 MiB to 100 MiB | 30 to 30 | 12 to 12 | 40 to 40 | 0 MiB | 0 MiB |" in text
+    assert "gap p99, of every 10 s: 200 to 200 ms" in text
