@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-Document = dict[str, Any]
-Cells = Sequence[Sequence[str]]
-
-MIB = 1 << 20
-_LABELS = {
-    "decode_step_ms": "decode step, ms",
-    "ttft_ms": "first token, ms",
-    "tokens_per_s": "tokens/s",
-    "launches": "launches of a step",
-    "graph_bytes": "graph memory, MiB",
-    "capture_s": "capture, s",
-}
-
+from bench.soak_table import soak
+from bench.table_cells import MIB, Document, cell_of, label_of, shown, value_of
+from bench.table_cells import by_note as by_note
+from bench.table_cells import markdown as markdown
 
 _SYSTEMS = {
     "hf_eager": "transformers",
@@ -52,7 +43,7 @@ def comparison(document: Document) -> str:
     used = [index for index, _ in enumerate(columns) if any(place[index] is not None for place in lines)]
     head = [*(columns[index] for index in used), *systems]
     body = [
-        [*(_cell(place[index]) for index in used), *(_value(found.get(system)) for system in systems)]
+        [*(cell_of(place[index]) for index in used), *(value_of(found.get(system)) for system in systems)]
         for place, found in lines.items()
     ]
     return markdown(head, body, numbers=len(systems))
@@ -64,7 +55,7 @@ def graph_keys(document: Document) -> str:
     metrics = list(dict.fromkeys(row["metric"] for row in document["rows"]))
     values = {(row["metric"], row["note"]): row for row in document["rows"]}
     totals = markdown(
-        ["", *runs], [[_label(metric), *(_value(values.get((metric, run))) for run in runs)] for metric in metrics],
+        ["", *runs], [[label_of(metric), *(value_of(values.get((metric, run))) for run in runs)] for metric in metrics],
         numbers=len(runs),
     )  # fmt: skip
     steady = [
@@ -84,7 +75,13 @@ def ratios(document: Document) -> str:
     """The ratios of a run; over 1, the first way is faster."""
     rows = [row for row in document["rows"] if row["unit"] == "ratio" and row["metric"] != "key_eager_over_graph"]
     body = [
-        [row["model"], row["system"], _cell(row.get("batch")), row.get("note") or _label(row["metric"]), _value(row)]
+        [
+            row["model"],
+            row["system"],
+            cell_of(row.get("batch")),
+            row.get("note") or label_of(row["metric"]),
+            value_of(row),
+        ]
         for row in rows
     ]
     table = markdown(["model", "way", "batch", "ratio", ""], body, numbers=1)
@@ -119,17 +116,17 @@ def replica_grpc(document: Document) -> str:
     batches = sorted({row["batch"] for row in rows if row["metric"] == "decode_step_ms"})
     metrics = ("decode_step_ms", "tokens_per_s", "burst_ttft_ms")
     body = [
-        [str(batch), *(_value(values.get((metric, batch, 128, way))) for way in ways for metric in metrics)]
+        [str(batch), *(value_of(values.get((metric, batch, 128, way))) for way in ways for metric in metrics)]
         for batch in batches
     ]
     titles = [f"{name}, {way}" for way in ways for name in ("ms a token", "tokens/s", "first tokens, ms")]
     firsts = [
-        f"first token of {row['context']} by itself, {row['note']}: {_shown(row['value'])} ms"
+        f"first token of {row['context']} by itself, {row['note']}: {shown(row['value'])} ms"
         for row in rows
         if row["metric"] == "ttft_ms"
     ]
     starts = [
-        f"{row['metric'].replace('_', ' ').removesuffix(' s')}: {_shown(row['value'])} s"
+        f"{row['metric'].replace('_', ' ').removesuffix(' s')}: {shown(row['value'])} s"
         for row in rows
         if row["unit"] == "s"
     ]
@@ -142,14 +139,14 @@ def engine_speed(document: Document) -> str:
     values = {(row["metric"], row["batch"]): row for row in rows}
     batches = sorted({row["batch"] for row in rows if row["metric"] == "decode_step_ms"})
     metrics = ("decode_step_ms", "host_step_ms", "tokens_per_s", "idle_share")
-    body = [[str(batch), *(_value(values.get((metric, batch))) for metric in metrics)] for batch in batches]
+    body = [[str(batch), *(value_of(values.get((metric, batch))) for metric in metrics)] for batch in batches]
     table = markdown(
         ["rows", "step, ms", "of it the host, ms", "tokens/s of a burst", "GPU idle"], body, numbers=len(metrics)
     )
     others = [
         f"{row['metric'].replace('_', ' ').removesuffix(' ms')}"
         + (f" of {row['context']} tokens" if "context" in row else f", {row['batch']} rows {row['note']}")
-        + f": {_shown(row['value'])} ms"
+        + f": {shown(row['value'])} ms"
         for row in rows
         if row["metric"].startswith(("ttft", "token_gap"))
     ]
@@ -167,16 +164,16 @@ def _side_by_side(document: Document, metric: str, second: str, scopes: dict[str
     systems = [system for system in order if any(place[2] == system for place in found)]
     lines = dict.fromkeys((model, size) for model, size, _ in found)
     body = [
-        [model, str(size), *(_value(found.get((model, size, system))) for system in systems)] for model, size in lines
+        [model, str(size), *(value_of(found.get((model, size, system))) for system in systems)] for model, size in lines
     ]
-    head = [_label(metric), "prompt" if second == "context" else second, *(_SYSTEMS[system] for system in systems)]
+    head = [label_of(metric), "prompt" if second == "context" else second, *(_SYSTEMS[system] for system in systems)]
     return markdown(head, body, numbers=len(systems))
 
 
 def graph_update(document: Document) -> str:
     """The table of one run, and the choice."""
     table = {name: value for name, value in document["table"].items() if name not in ("nodes by key", "choice")}
-    body = [[name, _shown(value)] for name, value in table.items()]
+    body = [[name, shown(value)] for name, value in table.items()]
     return f"{markdown(['', ''], body, numbers=1)}\n\n{document['table'].get('choice', '')}".rstrip()
 
 
@@ -185,7 +182,7 @@ def graph_text(document: Document) -> str:
     found = document["correctness"]
     names = ("prompts", "same_texts", "near_ties", "unexplained", "places", "same_places", "largest_gap_turned")
     totals = markdown(
-        ["", *found], [[name.replace("_", " "), *(_shown(each[name]) for each in found.values())] for name in names],
+        ["", *found], [[name.replace("_", " "), *(shown(each[name]) for each in found.values())] for name in names],
         numbers=len(found),
     )  # fmt: skip
     body = [
@@ -220,7 +217,7 @@ def decode_limit(document: Document) -> str:
             name = row["system"] if row["unit"] == "ms" else row["metric"]
             found.setdefault((row["model"], row["batch"], row["context"]), {})[name] = row["value"]
     body = [
-        [*map(str, place), *(_shown(values[name]) for name in ("graphpool", "limit", "share_of_read_speed"))]
+        [*map(str, place), *(shown(values[name]) for name in ("graphpool", "limit", "share_of_read_speed"))]
         for place, values in found.items()
     ]
     texts = [
@@ -229,20 +226,20 @@ def decode_limit(document: Document) -> str:
     ]
     for label, table in document.get("kernels", {}).items():
         lines = [
-            [line["kernel"], str(line["launches"]), _shown(line["bytes"] / MIB), f"{line['us']:.1f}", _share_of(line)]
+            [line["kernel"], str(line["launches"]), shown(line["bytes"] / MIB), f"{line['us']:.1f}", _share_of(line)]
             for line in table
         ]
         total = [
             "all",
             str(sum(line["launches"] for line in table)),
-            _shown(sum(line["bytes"] for line in table) / MIB),
+            shown(sum(line["bytes"] for line in table) / MIB),
         ]
         lines.append([*total, f"{sum(line['us'] for line in table):.1f}", ""])
         texts.append(f"{label}:\n\n" + markdown(["kernel", "launches", "MiB", "us", "share"], lines, numbers=4))
     if tiers:
         notes = list(dict.fromkeys(note for values in tiers.values() for note in values))
         lines = [
-            [path, str(batch), *(_shown(values[note]) for note in notes), _shown(values[notes[-1]] / values[notes[0]])]
+            [path, str(batch), *(shown(values[note]) for note in notes), shown(values[notes[-1]] / values[notes[0]])]
             for (path, batch), values in tiers.items()
         ]
         texts.append(markdown(["path", "batch", *(f"{note}, ms" for note in notes), "ratio"], lines, numbers=3))
@@ -250,21 +247,7 @@ def decode_limit(document: Document) -> str:
 
 
 def _share_of(line: Document) -> str:
-    return _shown(line["share_of_read_speed"]) if line["bytes"] else "-"
-
-
-def by_note(document: Document) -> str:
-    """A line for each note and a column for each metric, with its unit."""
-    units = {row["metric"]: row["unit"] for row in document["rows"]}
-    lines: dict[str, dict[str, Document]] = {}
-    for row in document["rows"]:
-        lines.setdefault(row.get("note", ""), {})[row["metric"]] = row
-    names = {metric: metric.removesuffix(f"_{unit.lower()}").replace("_", " ") for metric, unit in units.items()}
-    head = [name if name == units[metric] else f"{name}, {units[metric]}" for metric, name in names.items()]
-    body = [[note, *(_value(found.get(metric)) for metric in units)] for note, found in lines.items()]
-    if list(lines) == [""]:
-        return markdown(head, [line[1:] for line in body], numbers=len(units))
-    return markdown(["", *head], body, numbers=len(units))
+    return shown(line["share_of_read_speed"]) if line["bytes"] else "-"
 
 
 def by_metric(document: Document) -> str:
@@ -272,42 +255,8 @@ def by_metric(document: Document) -> str:
     body = []
     for row in document["rows"]:
         name = row["metric"].removesuffix(f"_{row['unit'].lower()}").replace("_", " ")
-        body.append([name if name == row["unit"] else f"{name}, {row['unit']}", _value(row)])
+        body.append([name if name == row["unit"] else f"{name}, {row['unit']}", value_of(row)])
     return markdown(["", document["rows"][0]["model"]], body, numbers=1)
-
-
-def soak(document: Document) -> str:
-    """The totals of a long run, times apart from counts; then how what each process holds began, ended and grew."""
-    totals = [row for row in document["rows"] if "note" not in row]
-    times = [row for row in totals if row["unit"] in ("ms", "s")]
-    parts: dict[str, dict[str, Document]] = {}
-    for row in document["rows"]:
-        if "note" in row:
-            parts.setdefault(row["note"], {})[row["metric"]] = row
-    gaps = [note for note in parts if note.startswith("gap")]
-    body = [
-        [note, *(_from_to(found, name) for name in ("rss", "descriptors", "threads", "tasks")), *_growths(found)]
-        for note, found in parts.items()
-        if note not in gaps
-    ]
-    said = [f"{note}: {_from_to(parts[note], 'ms')} ms" for note in gaps]
-    said += [f"{name.replace('_', ' ')}: {value:g}" for name, value in document["machine"].items()]
-    head = ["", "memory", "descriptors", "threads", "tasks", "memory's growth", "an hour"]
-    tables = [
-        by_note({"rows": [row for row in totals if row not in times]}),
-        by_note({"rows": times}),
-        markdown(head, body, numbers=len(head) - 1),
-    ]
-    return "\n\n".join([*tables, f"{'; '.join(said)}."])
-
-
-def _from_to(found: dict[str, Document], name: str) -> str:
-    start, end = (found.get(f"{name}_{part}") for part in ("start", "end"))
-    return "-" if start is None or end is None else f"{_value(start)} to {_value(end)}"
-
-
-def _growths(found: dict[str, Document]) -> list[str]:
-    return [_value(found.get(name)) for name in ("rss_growth", "rss_per_hour")]
 
 
 def serve(document: Document) -> str:
@@ -319,7 +268,7 @@ def serve(document: Document) -> str:
     body = [
         [
             phase.removeprefix("start_").removesuffix("_s").replace("_", " "),
-            *(_value(values.get((note, phase))) for note in notes),
+            *(value_of(values.get((note, phase))) for note in notes),
         ]
         for phase in phases
     ]
@@ -345,38 +294,6 @@ def sampling(document: Document) -> str:
             line.append(f"{steps[note, batch] * 1e3:,.0f}{added}")
         body.append(line)
     return markdown(["step, us", *(f"batch {batch}" for batch in batches)], body, numbers=len(batches))
-
-
-def markdown(head: Sequence[str], body: Cells, *, numbers: int) -> str:
-    """A table whose last `numbers` columns are flush right."""
-    left = len(head) - numbers
-    rule = ["---" if index < left else "---:" for index in range(len(head))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *body))
-
-
-def _value(row: Document | None) -> str:
-    if row is None:
-        return "-"
-    value = row["value"] / MIB if row["unit"] == "B" else row["value"]
-    return _shown(value) + (" MiB" if row["unit"] == "B" else "")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {count}" for name, count in value.items()) or "none"
-    if not isinstance(value, float):
-        return f"{value:,}" if isinstance(value, int) else str(value)
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else _label(value) if isinstance(value, str) else str(value)
-
-
-def _label(metric: str) -> str:
-    return _LABELS.get(metric, metric)
 
 
 _TABLES: dict[str, Callable[[Document], str]] = {
