@@ -16,6 +16,7 @@ from cluster.replica.server import ReplicaServer
 from cluster.replica.start_times import StartTimes
 from cluster.security.core_dumps import refuse_core_dumps
 from worker.config import WorkerConfig
+from worker.context_ahead import make_context_ahead
 from worker.errors import WorkerError
 from worker.faults import Faults
 from worker.model.progress import Progress
@@ -91,6 +92,8 @@ def _build(
     hold_s: Callable[[int], float],
     times: StartTimes,
 ) -> BuiltEngine:
+    if worker.device == "cuda":
+        make_context_ahead()
     from worker.build import build_engine
 
     times.over("imports")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from worker.shapes import Shapes, choose_device, choose_dtype, choose_shapes
 from worker.step_cost import BytesMoved
 from worker.step_kernels import StepKernels, choose_kernels
 from worker.text.processor import TextProcessor
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,9 @@ def build_engine(
     over("text")
     engine = create_engine(config, files, served, text, hold_s=hold_s)
     over("engine")
+    if isinstance(engine.runner, GraphRunner):
+        log.info("%d kernels are built", engine.runner.build_kernels())
+    over("kernels")
     if faults is not None:
         engine.runner = FaultyRunner(engine.runner, engine.kv_cache, faults)
     if config.capture == "startup":

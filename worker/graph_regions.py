@@ -18,7 +18,7 @@ from worker.kv_cache import KVCache
 from worker.sample_draw import SampleDraw
 from worker.sampler import Sampled
 from worker.sampling_stage import SamplingStage
-from worker.sampling_table import ALL_NEEDS, DRAW_NEEDS
+from worker.sampling_table import ALL_NEEDS, DRAW_NEEDS, Need
 from worker.step_kernels import Outputs, StepKernels
 from worker.tiers import TierTable
 
@@ -68,6 +68,12 @@ class GraphRegions:
             return self._sample(key)
         return self._decode(key) if key.phase == "decode" else self._prefill(key)
 
+    def go_through(self, key: GraphKey) -> object:
+        """Launch what the region of `key` launches, where launches run nothing; see build_ahead."""
+        if key.phase == "sample":
+            return self.sampling.go_through(self.logits, key.bucket, _needs(key))
+        return self(key).run()
+
     def _decode(self, key: GraphKey) -> CaptureRegion:
         views = self.decode_inputs.views(key.bucket, self.tiers.num_blocks(key.tier))
         views = replace(views, logits=self.logits[: key.bucket])
@@ -97,7 +103,7 @@ class GraphRegions:
 
     def _sample(self, key: GraphKey) -> CaptureRegion:
         self.sampling.prepare()
-        table, needs = self.sampling.table, DRAW_NEEDS if key.variant == DRAW else ALL_NEEDS
+        table, needs = self.sampling.table, _needs(key)
         views = table.views(key.bucket)
 
         @torch.inference_mode()
@@ -161,3 +167,7 @@ class GraphRegions:
             scratch={"kv": self.kv_cache.storage, "logits": self.logits},
             draw=draw,
         )
+
+
+def _needs(key: GraphKey) -> Need:
+    return DRAW_NEEDS if key.variant == DRAW else ALL_NEEDS

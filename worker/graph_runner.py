@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,8 +24,10 @@ from worker.graphs.pool import GraphPool
 from worker.graphs.self_check import SelfCheck
 from worker.graphs.session import CaptureSession, SessionOptions
 from worker.inputs import MAX_PACKED
+from worker.kernels.build_ahead import build_ahead, can_build_ahead
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness, GraphSnapshot, GraphUse
+from worker.model.shortened import shortened
 from worker.pending import DoneStep, PendingStep
 from worker.runner import EagerRunner
 from worker.sampler import Sampled
@@ -143,6 +147,19 @@ class GraphRunner:
         """Capture every key now, before serving."""
         while self.prepare_next():
             pass
+
+    def build_kernels(self) -> int:
+        """Build the kernels of all keys, several at once, before anything runs; returns how many. 0 where that cannot be."""
+        if self.kv_cache.storage.device.type != "cuda" or not can_build_ahead():
+            return 0
+        return build_ahead(self.steps_to_go_through())
+
+    def steps_to_go_through(self) -> Iterator[Callable[[], object]]:
+        """One for each key; see build_ahead."""
+        regions = copy.copy(self.regions)
+        regions.model = shortened(regions.model)
+        for key in self.session.waiting:
+            yield partial(regions.go_through, key)
 
     def can_overlap(self, batch: Batch) -> bool:
         """See Runner."""

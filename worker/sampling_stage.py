@@ -78,6 +78,14 @@ class SamplingStage:
         views = self.table.views(bucket)
         return sample(logits, views, needs) if self._fused is None else self._fused(logits, views, needs)
 
+    def go_through(self, logits: torch.Tensor, bucket: int, needs: Need) -> Sampled | None:
+        """What `record` launches if the fused stage is found to agree, which is not asked here; see build_ahead."""
+        if not self._may_fuse:
+            return None
+        from worker.kernels.sample import sample as fused
+
+        return fused(logits, self.table.views(bucket), needs)
+
 
 def _may_fuse(kernels: StepKernels, device: torch.device) -> bool:
     return type(kernels) is not TorchKernels and device.type == "cuda" and has_triton()

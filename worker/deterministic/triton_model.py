@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from worker.causal_lm import ModelShape, StepAttention
 from worker.deterministic.cpu_model import decoder_matrices
 from worker.deterministic.row_tiles import RowTiles
 from worker.deterministic.verify import equal_tiles
+from worker.kernels.build_ahead import build_ahead, can_build_ahead
 from worker.kernels.fixed_order_matmul import ROW_TILES, SplitSums, matmul, matmul_gated
 from worker.kernels.fixed_order_rows import add_norm, embed_norm
 from worker.model.decoder import Decoder, DecoderLayer
@@ -74,6 +76,8 @@ def verify_products(decoder: Decoder) -> Mapping[tuple[int, int], RowTiles]:
     """The row tiles of each shape of matrix. Raises ModelLoadError where there are none."""
     device, dtype = decoder.embedding.device, decoder.embedding.dtype
     generator = torch.Generator().manual_seed(0)
+    if device.type == "cuda" and can_build_ahead():
+        build_ahead(products_to_go_through(decoder))
     found: dict[tuple[int, int], RowTiles] = {}
     for weight in decoder_matrices(decoder):
         outputs, inputs = weight.shape
@@ -82,6 +86,13 @@ def verify_products(decoder: Decoder) -> Mapping[tuple[int, int], RowTiles]:
             what = f"a product with a matrix of {outputs} x {inputs}"
             found[outputs, inputs] = equal_tiles(ROW_TILES, lambda x, w=weight: _tile_product(x, w), rows, what)  # type: ignore[misc]
     return found
+
+
+def products_to_go_through(decoder: Decoder) -> Iterator[Callable[[], object]]:
+    """One for each shape of matrix and row tile; see build_ahead."""
+    for weight in {weight.shape: weight for weight in decoder_matrices(decoder)}.values():
+        for size in ROW_TILES:
+            yield partial(_tile_product, weight.new_empty(size, weight.shape[1]), weight)
 
 
 def _tile_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

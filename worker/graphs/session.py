@@ -103,6 +103,11 @@ class CaptureSession:
         return not self._work
 
     @property
+    def waiting(self) -> tuple[GraphKey, ...]:
+        """Keys that are not captured yet."""
+        return tuple(dict.fromkeys(key for _, key in self._work))
+
+    @property
     def num_left(self) -> int:
         """Warm-ups and captures that are left, as far as is known."""
         return len(self._work)

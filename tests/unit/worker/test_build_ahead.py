@@ -1,0 +1,87 @@
+"""Kernels are built before anything runs: all of them, and nothing is run for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from worker.causal_lm import NativeCausalLM
+from worker.context_ahead import make_context_ahead
+from worker.kernels.build_ahead import _NothingRuns
+from worker.model.architecture import DecoderConfig
+from worker.model.decoder import Decoder
+from worker.model.shortened import shortened
+
+from bench.shapes import TINY_SHAPE  # isort: skip
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fast", "deterministic"])
+def test_no_step_of_any_key_builds_a_kernel_later(mode: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.compile_ahead", mode],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["asked"] == found["ahead"] > 10
+    assert found["later"] == []
+    assert found["is_untouched"]
+
+
+def test_operators_give_shapes_and_do_not_run() -> None:
+    table, wrong = torch.arange(12.0).view(4, 3), torch.tensor([99, -1])
+    with _NothingRuns(), torch.inference_mode():
+        looked_up = nn.functional.embedding(wrong, table)  # out of bounds, if it were looked up
+        product = torch.mm(table, table.t()).float()
+        changed = table.add_(1.0)
+        row = table[1]
+        packed = torch.stack([table.argmax(dim=-1), table.argmin(dim=-1)], dim=-1)
+        out = torch.mm(table, table.t(), out=torch.empty(4, 4))
+    assert looked_up.shape == (2, 3)
+    assert product.shape == out.shape == (4, 4)
+    assert changed is table
+    assert row.data_ptr() == table.data_ptr() + 12
+    assert (packed.shape, packed.dtype) == ((4, 2), torch.int64)
+    assert table.tolist()[0] == [0.0, 1.0, 2.0]
+
+
+def test_a_value_that_is_asked_for_ends_the_walk() -> None:
+    flag = torch.tensor([True])
+    with _NothingRuns(), pytest.raises((RuntimeError, NotImplementedError)):
+        (flag & flag).item()
+
+
+def test_a_shortened_model_shares_weights_and_leaves_the_whole_one_alone() -> None:
+    shape = TINY_SHAPE | {"num_hidden_layers": 5}
+    decoder = Decoder(DecoderConfig.from_dict(shape), dtype=torch.float32, device=torch.device("cpu"))
+    model = NativeCausalLM(decoder)
+    short = shortened(model)
+    assert isinstance(short, NativeCausalLM)
+    assert (len(short.decoder.layers), len(model.decoder.layers)) == (2, 5)
+    assert short.module is short.decoder
+    assert short.decoder.layers[0] is decoder.layers[0]
+    assert short.decoder.embedding is decoder.embedding
+
+
+def test_without_a_driver_no_context_is_made_and_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.context_ahead.DRIVER", "libnosuchdriver.so.1")
+    thread = make_context_ahead()
+    thread.join(5)
+    assert not thread.is_alive()
