@@ -116,7 +116,8 @@ class Run:
         limit_s, plan = 45 * self.plan.slowness, self.plan
         load = self._begin(plan.low_per_s)
         await self._pool.deploy(replace(self._config, scaling=replace(SCALING, target_occupancy=plan.occupancy)))
-        await self._pool.until_count(1, limit_s)
+        await self._pool.until_left(limit_s)
+        await asyncio.sleep(plan.calm_s)
         before, began_s = load.cut(), time.monotonic()
         load.set_rate(plan.high_per_s)
         await self._pool.until_count(2, limit_s)
@@ -124,7 +125,7 @@ class Run:
         await asyncio.sleep(plan.calm_s)
         up, began_s = load.cut(), time.monotonic()
         load.set_rate(plan.low_per_s)
-        await self._pool.until_count(1, limit_s)
+        await self._pool.until_left(limit_s)
         down_s = time.monotonic() - began_s
         await asyncio.sleep(plan.calm_s / 2)
         down = await load.finish()

@@ -27,6 +27,7 @@ from protos import control_pb2
 
 ROOT = Path(__file__).resolve().parents[1]
 READY, FULL = control_pb2.REPLICA_STATE_READY, control_pb2.GRAPH_READINESS_FULL
+STOPPED, FAILED = control_pb2.REPLICA_STATE_STOPPED, control_pb2.REPLICA_STATE_FAILED
 MAX_PLACES = 6
 """Metrics ports that are looked at: one for each replica, and some for those that come while others go."""
 POLL_S = 0.02
@@ -100,6 +101,14 @@ class BenchPool:
             if now_s > asked_s + 2:
                 asked_s = now_s
                 await self._check()
+            await asyncio.sleep(POLL_S)
+
+    async def until_left(self, timeout_s: float) -> None:
+        """Wait until the router knows one replica alone, and that one is ready: another may only have been out of service."""
+        give_up_s = time.monotonic() + timeout_s
+        while [one.state for one in await self.replicas() if one.state not in (STOPPED, FAILED)] != [READY]:
+            if time.monotonic() > give_up_s:
+                raise TimeoutError(f"not within {timeout_s:.0f} s: one replica is left")
             await asyncio.sleep(POLL_S)
 
     async def until_count(self, count: int, timeout_s: float, *, without: str = "") -> dict[str, ReplicaLoad]:
