@@ -111,6 +111,22 @@ async def flood(
     """Poisson arrivals for a while; returns when all requests have ended."""
     options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(num_channels)]
+    return await flood_over(
+        channels, rate_per_s, seconds, rng=rng, max_tokens=max_tokens, timeout_s=timeout_s, criticality=criticality
+    )
+
+
+async def flood_over(
+    channels: Sequence[grpc.aio.Channel],
+    rate_per_s: float,
+    seconds: float,
+    *,
+    rng: random.Random,
+    max_tokens: int,
+    timeout_s: float,
+    criticality: Callable[[], str] = lambda: "critical",
+) -> Flood:
+    """The same over channels that are there; closes them."""
     stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
     result = Flood(seconds, rate_per_s)
     tasks: set[asyncio.Task[None]] = set()
@@ -119,7 +135,7 @@ async def flood(
         start_s = due_s = time.monotonic()
         while due_s < start_s + seconds:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            ask = _ask(stubs[len(result.outcomes) % num_channels], result, rng.getrandbits(32), max_tokens, timeout_s)
+            ask = _ask(stubs[len(result.outcomes) % len(stubs)], result, rng.getrandbits(32), max_tokens, timeout_s)
             task = asyncio.create_task(ask(criticality()))
             tasks.add(task)
             task.add_done_callback(tasks.discard)

@@ -109,7 +109,7 @@ class SimReplica:
         HOST.set(self.name)
         config = ReplicaConfig(name=self.name, routers=(self._pool.router.address,), reflection=False)
         events = EventFanout()
-        self.engine = VirtualEngine(events, ScriptKnobs(step_s=self._pool.step_s, max_rows=16, stall_s=2.0))
+        self.engine = VirtualEngine(events, ScriptKnobs(step_s=self._pool.step_s, max_rows=self._pool.max_rows, stall_s=2.0))
         self.server = ReplicaServer(
             config,
             self.engine,
@@ -193,9 +193,10 @@ class SimStream:
 class SimPool:
     """The router and its replicas."""
 
-    def __init__(self, num_replicas: int, *, router: RouterConfig, step_s: float) -> None:
+    def __init__(self, num_replicas: int, *, router: RouterConfig, step_s: float, max_rows: int) -> None:
         self.network = SimNetwork()
         self.step_s = step_s
+        self.max_rows = max_rows
         self.buried: list[ReplicaServer] = []
         self.router = RouterServer(router)
         self.replicas = [SimReplica(self, f"r{number}") for number in range(num_replicas)]
@@ -227,11 +228,11 @@ class SimPool:
 
 @contextlib.asynccontextmanager
 async def sim_pool(
-    num_replicas: int, *, router: RouterConfig | None = None, step_s: float = 0.02
+    num_replicas: int, *, router: RouterConfig | None = None, step_s: float = 0.02, max_rows: int = 16
 ) -> AsyncIterator[SimPool]:
     """A pool whose replicas are ready; use it on a virtual loop."""
     config = router or RouterConfig(listen="127.0.0.1:0", reflection=False, wait_for_replica_s=10.0)
-    pool = SimPool(num_replicas, router=config, step_s=step_s)
+    pool = SimPool(num_replicas, router=config, step_s=step_s, max_rows=max_rows)
     with pool.network.installed():
         await pool.start()
         yield pool
