@@ -16,10 +16,10 @@ from worker.errors import Draining
 NODE_ADDRESS = "node-address"
 """As `advertise`: the address of the node that the replica is placed on."""
 ROUTED_WITHIN_S = 10.0
-"""How long a new replica waits to be known to a router before it tells Serve that it is there.
+"""How long a new replica waits to be known to its routers before it tells Serve that it is there.
 
-Serve then takes the next old one away: it must not be gone before requests come to the new one. Without any router
-there is nobody to lose, and Serve is not kept waiting for good.
+Serve then takes the next old one away: it must not be gone before each router has the new one. Without any router there
+is nobody to lose, and Serve is not kept waiting for good.
 """
 
 

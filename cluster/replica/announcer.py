@@ -34,11 +34,14 @@ class Announcer:
         period_s: float,
         keepalive: Keepalive,
         security: SecurityConfig | None = None,
+        on_taken: Callable[[str, str], None] = lambda _address, _router: None,
     ) -> None:
+        """`on_taken` is told the address and the name of a router that has taken an announcement."""
         self._announcement = announcement
         self._period_s = period_s
         self._keepalive = keepalive
         self._security = security or SecurityConfig()
+        self._on_taken = on_taken
         self._problem = ""
         """Why the latest announcement was not taken."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -74,7 +77,7 @@ class Announcer:
                 stub = replica_pb2_grpc.MembershipServiceStub(channel)
                 while shown == identity.num_changes:
                     change.clear()
-                    period_s = await self._announce(stub)
+                    period_s = await self._announce(address, stub)
                     if (period_s is not None) != was_heard:
                         was_heard = period_s is not None
                         self._log_heard(address, was_heard)
@@ -82,13 +85,14 @@ class Announcer:
                         async with asyncio.timeout(period_s or self._period_s):
                             await change.wait()
 
-    async def _announce(self, stub: replica_pb2_grpc.MembershipServiceAsyncStub) -> float | None:
+    async def _announce(self, address: str, stub: replica_pb2_grpc.MembershipServiceAsyncStub) -> float | None:
         """The pace the router asks for; None if it did not take the announcement."""
         try:
             response = await stub.Announce(self._announcement(), timeout=max(1.0, self._period_s))
         except grpc.aio.AioRpcError as error:
             self._problem = f"{error.code().name}: {error.details()}"
             return None
+        self._on_taken(address, response.router)
         return min(max(response.next_s or self._period_s, MIN_PERIOD_S), MAX_PERIOD_S)
 
     def _log_heard(self, address: str, was_heard: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -23,14 +22,19 @@ class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):
     """A session for each router."""
 
     def __init__(
-        self, backend: EngineBackend, config: ReplicaConfig, hello: Callable[[], replica_pb2.ReplicaHello]
+        self,
+        backend: EngineBackend,
+        config: ReplicaConfig,
+        hello: Callable[[], replica_pb2.ReplicaHello],
+        *,
+        on_answered: Callable[[str], None],
     ) -> None:
+        """`on_answered` is told the name of a router that has had a whole answer."""
         self._backend = backend
         self._config = config
         self._hello = hello
         self._sessions: set[AttachSession] = set()
-        self.answered = asyncio.Event()
-        """Some router has had a whole answer."""
+        self._on_answered = on_answered
 
     def hang_up(self) -> None:
         """End every session once it has sent what there is."""
@@ -42,7 +46,7 @@ class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):
         request_iterator: object,  # noqa: ARG002  # the session reads from the context
         context: Context,
     ) -> None:
-        session = AttachSession(self._backend, self._config, self._hello(), answered=self.answered)
+        session = AttachSession(self._backend, self._config, self._hello(), on_answered=self._on_answered)
         self._sessions.add(session)
         try:
             async with status.on_error(context):

@@ -30,6 +30,7 @@ from cluster.replica.events import EventFanout
 from cluster.replica.faults import add_faults
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.lifecycle import Lifecycle, State
+from cluster.replica.routed import Routed
 from cluster.replica.start_times import StartTimes
 from cluster.replica.text import TextProcessor, Texts
 from cluster.security.guard import Authenticate, Guard
@@ -86,7 +87,8 @@ class ReplicaServer:
             generation_defaults=generation_defaults,
             server_info=self._server_info,
         )
-        self._attach = AttachServicer(self._backend, config, self._hello)
+        self._routed = Routed(config.routers)
+        self._attach = AttachServicer(self._backend, config, self._hello, on_answered=self._routed.note_answered)
         self._guard = Guard(config.security)
         self._tenancy = Tenancy(self._guard)
         self._generation = GenerationServicer(self._backend, max_streams=config.max_streams, tenancy=self._tenancy)
@@ -98,6 +100,7 @@ class ReplicaServer:
             period_s=config.announce_period_s,
             keepalive=config.keepalive,
             security=config.security,
+            on_taken=self._routed.note_taken,
         )
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -160,14 +163,19 @@ class ReplicaServer:
 
     def announce_to(self, routers: Sequence[str]) -> None:
         """Announce to these routers instead of the configured ones."""
+        self._routed.announce_to(routers)
         self._announcer.announce_to(routers)
 
     async def wait_routed(self, timeout_s: float) -> bool:
-        """Wait until some router has had an answer, which is the canary's at first; False when none has in time."""
-        try:
-            await asyncio.wait_for(self._attach.answered.wait(), timeout_s)
-        except TimeoutError:
-            log.warning("replica %s: no router has come within %.0f s", self.name, timeout_s)
+        """Wait until each router that takes announcements has had an answer, and one at least; False if not in time.
+
+        The answer is the canary's at first. Routers that are away are not waited for; see cluster.replica.routed.
+        """
+        if not await self._routed.wait(timeout_s):
+            missing = ", ".join(self._routed.missing) or "none is configured"
+            log.warning(
+                "replica %s: after %.0f s there are routers without an answer: %s", self.name, timeout_s, missing
+            )
             return False
         self._times.over("routed")
         return True

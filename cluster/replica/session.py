@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -50,10 +51,11 @@ class AttachSession:
         config: ReplicaConfig,
         hello: replica_pb2.ReplicaHello,
         *,
-        answered: asyncio.Event | None = None,
+        on_answered: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.answered = answered or asyncio.Event()
-        """A whole answer has gone out, such as that to the canary."""
+        """`on_answered` is told the router's name when a whole answer has gone out, such as that to the canary."""
+        self._on_answered = on_answered
+        self._router = ""
         self._backend = backend
         self._config = config
         self._hello: replica_pb2.ReplicaHello | None = hello
@@ -128,6 +130,7 @@ class AttachSession:
             elif kind == "trial_noted":
                 self._note_seen(frame.trial_noted.stream_id)
             elif kind == "hello":
+                self._router = frame.hello.router
                 log.info("router %.64r is attached", frame.hello.router)
 
     async def _write(self, context: Context) -> None:
@@ -147,7 +150,7 @@ class AttachSession:
                 for live in ended:
                     self._backend.close(live)
             if any(live.error is None for live in ended):
-                self.answered.set()
+                self._on_answered(self._router)
             self._writing_since_s = None
             if self._is_ending and not self._dirty and not self._wake.is_set():
                 return

@@ -246,3 +246,15 @@ async def test_a_replica_knows_when_a_router_sends_it_requests() -> None:
             await until(lambda: pool.num_ready == 1)
     finally:
         await alone.stop()
+
+
+async def test_a_replica_waits_for_each_of_its_routers_and_not_for_one_that_is_away() -> None:
+    alone = await start_replica()
+    try:
+        async with script_pool(0) as first, script_pool(0) as second:
+            alone.server.announce_to((first.router.address, second.router.address, "127.0.0.1:9"))
+            assert await alone.server.wait_routed(15)
+            # A router learns that the canary has ended a moment after the replica has sent its end.
+            await until(lambda: first.num_ready == second.num_ready == 1, 1.0)
+    finally:
+        await alone.stop()
