@@ -104,7 +104,8 @@ class Resuming:
     async def _choose(self, request: AnyRequest, answering: Answering) -> Link:
         try:
             if answering.is_suspect:
-                return await self._placement.choose(request, answering, self._trials.may_begin)
+                with self._trials.waiting():
+                    return await self._placement.choose(request, answering, self._trials.may_begin)
             return await self._placement.choose(request, answering, is_held=self._trials.is_under_way)
         except NoReplicaAvailable as error:
             if answering.num_losses == 0:

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 
 from cluster.router.link import Link
 from cluster.router.stream import LinkStream
+
+SUSPECTS_PER_PLACE = 10
+"""A trial takes some 25 ms: a client whose answer went on elsewhere waits about a quarter of a second for its own."""
 
 
 class Trials:
     """At most one at a time on each replica, so that its death tells which request brought it about.
 
-    Whatever else a replica has stands still meanwhile: on no more than half of them suspects are tried at the same time.
+    Whatever else a replica has stands still meanwhile: suspects are tried on half of them at most, and on more only when
+    there are so many that they would have to wait for long.
     """
 
     def __init__(self, on_change: Callable[[], None], num_replicas: Callable[[], int]) -> None:
         self._on_change = on_change
         self._num_replicas = num_replicas
         self._holders: dict[Link, LinkStream] = {}
+        self._num_waiting = 0
 
     @property
     def num_places(self) -> int:
         """Replicas where suspects may be tried at the same time."""
-        return max(1, self._num_replicas() // 2)
+        num_replicas = self._num_replicas()
+        num_needed = math.ceil((self._num_waiting + len(self._holders)) / SUSPECTS_PER_PLACE)
+        return max(1, num_replicas // 2, min(num_needed, num_replicas))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A suspect waits for its trial."""
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
 
     def may_begin(self, link: Link) -> bool:
         """Whether nothing is being tried there, and not on too many others."""

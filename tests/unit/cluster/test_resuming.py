@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +190,20 @@ def test_suspects_are_tried_on_half_of_the_replicas_at_most(num_replicas: int, n
         assert trials.is_under_way(link)
     assert not trials.may_begin(links[-1])
     assert not trials.is_under_way(links[-1])
+
+
+def test_many_suspects_are_tried_in_more_places() -> None:
+    trials = Trials(lambda: None, lambda: 4)
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(trials.waiting())
+        assert trials.num_places == 2
+        stack.enter_context(trials.waiting())
+        assert trials.num_places == 3
+        for _ in range(50):
+            stack.enter_context(trials.waiting())
+        assert trials.num_places == 4
+    assert trials.num_places == 2
 
 
 def poison(prompt: str = "x", **values: Any) -> pb.GenerateRequest:
