@@ -106,7 +106,8 @@ async def _parts(parts: Parts, run: Run) -> None:
         await parts.run(f"{name}: a kill", run.kill, 70 * plan.slowness)
         await parts.run(f"{name}: a drain", run.drain, 70 * plan.slowness)
         await parts.run(f"{name}: scaling", run.scale, 100 * plan.slowness)
-    await run.close()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(run.close(), 10)
 
 
 def _keep_logs(folder: Path, out: Path, *, is_needed: bool) -> None:

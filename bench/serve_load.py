@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
@@ -138,7 +139,8 @@ class Load:
         tasks = [*self._asking, *([self._pacing] if self._pacing else [])]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=5)
 
     async def _pace(self) -> None:
         due_s = time.monotonic()
@@ -150,11 +152,11 @@ class Load:
                 continue
             due_s += self._draw.expovariate(self._rate_per_s)
             if (wait_s := due_s - time.monotonic()) > 0:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), wait_s)
-                except TimeoutError:
-                    pass
-                else:
+                with contextlib.suppress(TimeoutError):
+                    # Not wait_for, which may lose a cancellation that comes with the event.
+                    async with asyncio.timeout(wait_s):
+                        await self._changed.wait()
+                if self._changed.is_set():
                     due_s = time.monotonic()
                     continue
             task = asyncio.create_task(self._ask(self._draw.choice(self._questions), due_s))

@@ -221,12 +221,12 @@ class Run:
         used, places = self._watch.now(), []
         for place in await self._pool.places():
             if place.incarnation in found:
-                place_of = {"replica": found[place.incarnation].replica, "pid": place.pid, "device": place.device}
-                places.append({**place_of, "visible_devices": place.visible_devices})
+                who = {"replica": found[place.incarnation].replica, "pid": place.pid, "device": place.device}
+                places.append({**who, "visible_devices": place.visible_devices})
         taken = [round((now - empty) / 2**20) for now, empty in zip(used, self._empty, strict=False)]
         self._results.extra.setdefault("memory_mib", {})[self._label] = taken
         print(f"  {places}, MiB taken: {taken}", flush=True)
-        devices = [place["visible_devices"] for place in places]
+        devices = [str(place["visible_devices"]) for place in places]
         if self._config is not None and self._config.num_gpus == 1.0:
             self._check(len(set(devices)) == 2 and all("," not in one for one in devices), f"devices are {devices}")
             if self.plan.device == "cuda":

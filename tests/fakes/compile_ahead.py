@@ -42,8 +42,8 @@ def runner_of(folder: Path, *, is_deterministic: bool) -> Any:
     served = load_causal_lm(config, files, device=torch.device("cpu"), dtype=torch.bfloat16)
     if is_deterministic:
         served = fixed_order(served)
-    build.create_kernels = partial(kernels_of, is_deterministic)  # type: ignore[assignment]
-    runner = build.create_engine(config, files, served, None).runner
+    build.create_kernels = partial(kernels_of, is_deterministic)
+    runner: Any = build.create_engine(config, files, served, None).runner
     runner.eager.sampling._may_fuse = True
     return runner
 
@@ -59,7 +59,7 @@ def fixed_order(served: Any) -> Any:
     decoder = served.model.decoder
     built = build_ahead(triton_model.products_to_go_through(decoder))
     print(json.dumps({"products": built}))
-    triton_model.equal_tiles = lambda sizes, *_: RowTiles(tuple(sizes))  # type: ignore[assignment]
+    vars(triton_model)["equal_tiles"] = lambda sizes, *_: RowTiles(tuple(sizes))
     return replace(served, model=triton_model.TritonFixedOrderCausalLM(decoder))
 
 
