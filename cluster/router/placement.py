@@ -51,6 +51,11 @@ class Placement:
         """Replicas that take requests."""
         return sum(link.is_ready for link in self._membership.links)
 
+    @property
+    def step_s(self) -> float:
+        """Of the replica whose steps are the longest; 0 before any is known."""
+        return max((link.load.step_ms / 1000 for link in self._membership.links if link.is_ready), default=0.0)
+
     def note_change(self) -> None:
         """Those who wait look again."""
         self._changed.set()

@@ -27,7 +27,7 @@ from cluster.router.loss import Verdict
 from cluster.router.placement import Placement, cost_of
 from cluster.router.quarantine import Quarantine
 from cluster.router.stream import LinkStream
-from cluster.router.trials import Trials
+from cluster.router.trials import TRIAL_OVERHEAD_S, Trials
 from protos import generation_pb2
 
 UNAVAILABLE: int = grpc.StatusCode.UNAVAILABLE.value[0]
@@ -40,8 +40,6 @@ FULL_PAUSE_S = 0.2
 MIN_TRIAL_TOKENS = 2
 ALL_TRIALS_S = 0.5
 """What the trials after one loss may take together: a client waits that long at most for its next token."""
-TRIAL_OVERHEAD_S = 0.005
-"""What a trial takes beside its steps."""
 UNKNOWN_STEP_S = 0.005
 YOUNG_S = 1.0
 """Most requests that end replicas do it within this."""
@@ -64,7 +62,9 @@ class Resuming:
         self._quarantine = quarantine
         self._metrics = metrics
         self._budget = RetryBudget()
-        self._trials = Trials(placement.note_change, lambda: placement.num_ready)
+        self._trials = Trials(
+            placement.note_change, lambda: placement.num_ready, lambda: placement.step_s or UNKNOWN_STEP_S
+        )
         self._crashes = Crashes()
 
     async def answer(

@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from cluster.router.link import Link
 from cluster.router.stream import LinkStream
 
-SUSPECTS_PER_PLACE = 10
-"""A trial takes some 25 ms: a client whose answer went on elsewhere waits about a quarter of a second for its own."""
+PATIENCE_S = 0.25
+"""How long the last of several suspects should wait for its trial."""
+STEPS_PER_TRIAL = 3
+"""The one under way, and those of a short trial."""
+TRIAL_OVERHEAD_S = 0.005
+"""What a trial takes beside its steps."""
 
 
 class Trials:
@@ -20,9 +24,12 @@ class Trials:
     there are so many that they would have to wait for long.
     """
 
-    def __init__(self, on_change: Callable[[], None], num_replicas: Callable[[], int]) -> None:
+    def __init__(
+        self, on_change: Callable[[], None], num_replicas: Callable[[], int], step_s: Callable[[], float]
+    ) -> None:
         self._on_change = on_change
         self._num_replicas = num_replicas
+        self._step_s = step_s
         self._holders: dict[Link, LinkStream] = {}
         self._num_waiting = 0
 
@@ -30,7 +37,8 @@ class Trials:
     def num_places(self) -> int:
         """Replicas where suspects may be tried at the same time."""
         num_replicas = self._num_replicas()
-        num_needed = math.ceil((self._num_waiting + len(self._holders)) / SUSPECTS_PER_PLACE)
+        trial_s = STEPS_PER_TRIAL * self._step_s() + TRIAL_OVERHEAD_S
+        num_needed = math.ceil((self._num_waiting + len(self._holders)) * trial_s / PATIENCE_S)
         return max(1, num_replicas // 2, min(num_needed, num_replicas))
 
     @contextlib.contextmanager

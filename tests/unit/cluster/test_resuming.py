@@ -166,7 +166,7 @@ async def test_a_resumed_stream_begins_with_the_message_that_is_due() -> None:
 
 def test_one_suspect_at_a_time_is_tried_on_a_replica() -> None:
     changes: list[bool] = []
-    trials = Trials(lambda: changes.append(True), lambda: 4)
+    trials = Trials(lambda: changes.append(True), lambda: 4, lambda: 0.01)
     link: Any = FakeLink()
     other: Any = FakeLink()
     here, there = stream_on(link), stream_on(other)
@@ -182,7 +182,7 @@ def test_one_suspect_at_a_time_is_tried_on_a_replica() -> None:
 
 @pytest.mark.parametrize(("num_replicas", "num_places"), [(0, 1), (1, 1), (3, 1), (4, 2), (9, 4)])
 def test_suspects_are_tried_on_half_of_the_replicas_at_most(num_replicas: int, num_places: int) -> None:
-    trials = Trials(lambda: None, lambda: num_replicas)
+    trials = Trials(lambda: None, lambda: num_replicas, lambda: 0.01)
     links: list[Any] = [FakeLink() for _ in range(num_places + 1)]
     for link in links[:num_places]:
         assert trials.may_begin(link)
@@ -192,17 +192,17 @@ def test_suspects_are_tried_on_half_of_the_replicas_at_most(num_replicas: int, n
     assert not trials.is_under_way(links[-1])
 
 
-def test_many_suspects_are_tried_in_more_places() -> None:
-    trials = Trials(lambda: None, lambda: 4)
+@pytest.mark.parametrize(
+    ("step_s", "num_suspects", "num_places"), [(0.01, 14, 2), (0.01, 15, 3), (0.01, 99, 4), (0.02, 8, 3)]
+)
+def test_so_many_suspects_that_they_would_wait_for_long_are_tried_in_more_places(
+    step_s: float, num_suspects: int, num_places: int
+) -> None:
+    trials = Trials(lambda: None, lambda: 4, lambda: step_s)
     with contextlib.ExitStack() as stack:
-        for _ in range(20):
+        for _ in range(num_suspects):
             stack.enter_context(trials.waiting())
-        assert trials.num_places == 2
-        stack.enter_context(trials.waiting())
-        assert trials.num_places == 3
-        for _ in range(50):
-            stack.enter_context(trials.waiting())
-        assert trials.num_places == 4
+        assert trials.num_places == num_places
     assert trials.num_places == 2
 
 
