@@ -56,6 +56,7 @@ class ScriptPlacement:
     """Gives out replicas in order, however often they were refused."""
 
     num_ready = 1
+    step_s = 0.01
 
     def __init__(self, links: Sequence[ScriptLink], *, others: bool = False) -> None:
         self._links = iter(links)
@@ -66,12 +67,20 @@ class ScriptPlacement:
     def note_change(self) -> None:
         """Nobody waits."""
 
-    async def choose(self, request: Any, answering: Answering, fits: Callable[[Any], bool] = lambda _: True) -> Any:
+    async def choose(
+        self,
+        request: Any,
+        answering: Answering,
+        fits: Callable[[Any], bool] = lambda _: True,
+        *,
+        is_held: Callable[[Any], bool] = lambda _: False,
+    ) -> Any:
         self.refused.append(set(answering.refused))
         link = next(self._links, None)
         if link is None:
             raise NoReplicaAvailable(1.0)
         assert fits(link)
+        assert not is_held(link)
         return link
 
     def has_other(self, request: Any, link: Any, answering: Answering) -> bool:
