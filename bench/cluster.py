@@ -91,6 +91,7 @@ def model_plan_from(arguments: list[str]) -> ModelPlan:
     parser.add_argument("--model", required=True, help="name or directory, as of a worker")
     parser.add_argument("--streams", type=int, default=standard.streams)
     parser.add_argument("--questions", type=int, default=standard.questions)
+    parser.add_argument("--rounds", type=int, default=standard.rounds, help="of a node, a controller and a restart")
     parser.add_argument("--min-tokens", type=int, default=standard.min_tokens)
     parser.add_argument("--max-tokens", type=int, default=standard.max_tokens)
     parser.add_argument("--seed", type=int, default=standard.seed)

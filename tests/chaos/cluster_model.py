@@ -43,18 +43,20 @@ ROUTER = {"canary_timeout_s": 60.0, "wait_to_resume_s": 240.0, "wait_for_replica
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """What a campaign does, once each."""
+    """What a campaign does: load that rises and falls once, and so many rounds of what is lost and restarted."""
 
     model: str = "smollm2-135m"
     streams: int = 4
     questions: int = 12
+    rounds: int = 1
     min_tokens: int = 24
     max_tokens: int = 48
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.streams, self.questions) < 1:
-            raise ValueError(f"streams is {self.streams} and questions {self.questions}, must be at least 1")
+        for name in ("streams", "questions", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if not 1 <= self.min_tokens <= self.max_tokens <= 128:
             raise ValueError(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, must be in [1, 128]")
 
@@ -120,9 +122,10 @@ class ModelCampaign:
         load.resize(self.plan.streams)
         await self._event(load, "nothing", lambda: asyncio.sleep(CALM_S))
         self.events[-1].whole_s = 0.0
-        await self._event(load, "node killed", self.lose_node)
-        await self._event(load, "controller and a replica killed", self.lose_controller)
-        await self._event(load, "rolling restart of 2 replicas", self.restart)
+        for _ in range(self.plan.rounds):
+            await self._event(load, "node killed", self.lose_node)
+            await self._event(load, "controller and a replica killed", self.lose_controller)
+            await self._event(load, "rolling restart of 2 replicas", self.restart)
         await load.end()
         self._over(load.between)
         return self.events

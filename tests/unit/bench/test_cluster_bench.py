@@ -127,7 +127,9 @@ def test_the_replicas_of_a_model_compute_alike() -> None:
     assert worker.cpu_threads == 1
 
 
-@pytest.mark.parametrize("wrong", [{"streams": 0}, {"questions": 0}, {"min_tokens": 50}, {"max_tokens": 129}])
+@pytest.mark.parametrize(
+    "wrong", [{"streams": 0}, {"questions": 0}, {"rounds": 0}, {"min_tokens": 50}, {"max_tokens": 129}]
+)
 def test_a_model_plan_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is |{next(iter(wrong))} [0-9]"):
         ModelPlan(**wrong)  # type: ignore[arg-type]
