@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -24,10 +22,10 @@ from worker.graphs.pool import GraphPool
 from worker.graphs.self_check import SelfCheck
 from worker.graphs.session import CaptureSession, SessionOptions
 from worker.inputs import MAX_PACKED
-from worker.kernels.build_ahead import build_ahead, can_build_ahead
+from worker.kernel_builds import KernelBuilds
+from worker.kernels.build_ahead import can_build_ahead
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness, GraphSnapshot, GraphUse
-from worker.model.shortened import shortened
 from worker.pending import DoneStep, PendingStep
 from worker.runner import EagerRunner
 from worker.sampler import Sampled
@@ -108,6 +106,7 @@ class GraphRunner:
             self_check=SelfCheck() if options.self_check else None,
             size_of=memory.graph_bytes,
         )
+        self._builds: KernelBuilds | None = None
 
     @property
     def readiness(self) -> GraphReadiness:
@@ -130,11 +129,14 @@ class GraphRunner:
 
     @property
     def num_to_prepare(self) -> int:
-        """See Runner: warm-ups and captures."""
-        return self.session.num_left
+        """See Runner: kernels, warm-ups and captures."""
+        return self.session.num_left + (self._builds.num_left if self._builds else 0)
 
     def prepare_next(self) -> bool:
-        """Warm up or capture one key. The static inputs and the padding block are left inert."""
+        """Build some kernels, warm up or capture one key. The static inputs and the padding block are left inert."""
+        if self._builds is not None and (num_built := self._builds.build_next()) is not None:
+            log.info("%d kernels are built", num_built)
+            return True
         self._make_inert()
         progress = self.session.capture_next()
         if progress is None:
@@ -149,17 +151,14 @@ class GraphRunner:
             pass
 
     def build_kernels(self) -> int:
-        """Build the kernels of all keys, several at once, before anything runs; returns how many. 0 where that cannot be."""
+        """Build the kernels that a first request launches, before anything runs; returns how many. 0 where that cannot be.
+
+        Those of all other keys are then built in pieces by `prepare_next`, before the first capture.
+        """
         if self.kv_cache.storage.device.type != "cuda" or not can_build_ahead():
             return 0
-        return build_ahead(self.steps_to_go_through())
-
-    def steps_to_go_through(self) -> Iterator[Callable[[], object]]:
-        """One for each key; see build_ahead."""
-        regions = copy.copy(self.regions)
-        regions.model = shortened(regions.model)
-        for key in self.session.waiting:
-            yield partial(regions.go_through, key)
+        self._builds = KernelBuilds(self.regions, self.session.waiting)
+        return self._builds.build_first()
 
     def can_overlap(self, batch: Batch) -> bool:
         """See Runner."""

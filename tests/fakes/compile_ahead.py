@@ -79,8 +79,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, compiling_for_hopper():
         import triton
 
+        from worker.kernel_builds import KernelBuilds
         from worker.kernels import device
-        from worker.kernels.build_ahead import build_ahead
 
         device.multiplies_in_groups = lambda _: True  # type: ignore[assignment]
         runner = runner_of(Path(folder), is_deterministic="deterministic" in sys.argv)
@@ -88,7 +88,10 @@ def main() -> None:
         triton.knobs.compilation.listener = lambda src, **_: built.append(src.name)
         runner.kv_cache.storage.fill_(7.0)
         before = runner.eager.decode_inputs.staging.device["token_ids"].clone()
-        asked = build_ahead(runner.steps_to_go_through())
+        builds = KernelBuilds(runner.regions, runner.session.waiting)
+        asked = builds.build_first()
+        while (more := builds.build_next()) is not None:
+            asked += more
         ahead = len(built)
         is_untouched = bool((runner.kv_cache.storage == 7.0).all()) and torch.equal(
             before, runner.eager.decode_inputs.staging.device["token_ids"]
