@@ -272,7 +272,7 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=int, default=240, help="different ones")
     parser.add_argument("--kv-mib", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=2, help="of one worker")
-    parser.add_argument("--limit-s", type=float, default=180.0, help="after that no kill is waited for")
+    parser.add_argument("--limit-s", type=float, default=150.0, help="after that no kill is waited for")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

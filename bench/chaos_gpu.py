@@ -27,7 +27,10 @@ from tests.fakes.replica_process import ReplicaProcess
 from tests.fakes.router_process import spawn_router
 
 READY_LIMIT_S = 240.0
+WHOLE_LIMIT_S = 60.0
+"""After the last kill, until all workers are ready."""
 ASKED_TOGETHER = 16
+TELLING_S = 10.0
 CALLS = ClientConfig(max_attempts=1)
 
 
@@ -159,9 +162,15 @@ class RealCampaign:
             limit_s=options.limit_s,
         )
         campaign = Campaign(plan, pool, self._ask)
+        telling = asyncio.create_task(_tell(campaign.findings))
         findings = await campaign.run()
-        await asyncio.gather(*(pool.spawn(name) for name in names if not _lives(pool, name)))
-        await pool.wait_ready(len(names), READY_LIMIT_S)
+        telling.cancel()
+        try:
+            async with asyncio.timeout(WHOLE_LIMIT_S):
+                await asyncio.gather(*(pool.spawn(name) for name in names if not _lives(pool, name)))
+                await pool.wait_ready(len(names), WHOLE_LIMIT_S)
+        except TimeoutError:
+            findings.violations.append(f"the pool was not whole again after {WHOLE_LIMIT_S} s")
         return self._sum_up(findings, undisturbed_s, (before_mib, gpu_memory_mib()))
 
     async def _learn(self) -> float:
@@ -284,6 +293,17 @@ def report(found: RealFindings) -> list[str]:
             f"greedy answers parted {len(found.divergences)} times, {found.untold} not between the likeliest; gaps {shown}"
         )
     return lines
+
+
+async def _tell(findings: Findings) -> None:
+    """How far it is, now and then."""
+    while True:
+        await asyncio.sleep(TELLING_S)
+        print(
+            f"{findings.kills} kills, {findings.complete} answers whole, {findings.resumed} went on elsewhere, "
+            f"{findings.lost} lost, {findings.changed} tokens changed",
+            flush=True,
+        )
 
 
 def _lives(pool: RealPool, name: str) -> bool:
