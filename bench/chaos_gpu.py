@@ -77,7 +77,7 @@ class RealFindings:
     findings: Findings
     starts_s: list[float]
     memory_mib: tuple[float, float]
-    """In use on the GPUs with all workers ready, before the first kill and after the last."""
+    """In use on the GPUs, by whatever process, with all workers ready, before the first kill and after the last."""
     by_runner: dict[str, int]
     """Answers by what computed their last step."""
     undisturbed_s: float
@@ -91,7 +91,7 @@ class RealFindings:
 
     def figures(self, *, is_exact: bool) -> list[Figure]:
         """Of a result."""
-        found, (before_mib, after_mib) = self.findings, self.memory_mib
+        found = self.findings
         exactness: list[Figure] = [
             ("duplicated", "tokens", found.duplicated),
             ("changed", "tokens", found.changed),
@@ -118,7 +118,6 @@ class RealFindings:
             ("unmoved_gap_p99_ms", "ms", 1000 * percentile(found.other_gaps_s, 0.99)),
             ("start_s", "s", statistics.fmean(self.starts_s)),
             ("duration_s", "s", found.duration_s),
-            ("gpu_growth_mib", "MiB", after_mib - before_mib),
         ]
 
     @property
