@@ -3,7 +3,8 @@
     python -m bench.decode_tiles [--models NAME ...] [--ways vector rows blocks] [--rows N ...] [--processes N]
 
 Measures every candidate alone, over the weights of all layers, then the best few inside whole steps, and prints the
-entries of TILES in `worker.kernels.vector_tiles`, `row_tiles` and `block_tiles`. Writes `bench/results/decode_tiles.json`.
+entries of TILES in `worker.kernels.vector_tiles`, `row_tiles` and `block_tiles`, and for one row that of PLANS in
+`short_plan`. Writes `bench/results/decode_tiles.json`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,11 +27,12 @@ from bench.peers import device_ms
 from bench.results_file import Results
 from bench.shapes import SHAPES
 from worker.causal_lm import CausalLM
-from worker.kernels import block_tiles, row_tiles, vector_tiles
+from worker.kernels import block_tiles, row_tiles, short_plan, vector_tiles
 from worker.kernels.block_tiles import BlockTile
 from worker.kernels.device import num_sms
 from worker.kernels.matrix_kind import MatrixKind
 from worker.kernels.row_tiles import RowTile
+from worker.kernels.short_plan import ShortPlan
 from worker.model.architecture import DecoderConfig
 
 CONTEXT = 128
@@ -223,6 +226,17 @@ def step_us(model: CausalLM, way: Way, rows: int, chosen: dict[MatrixKind, Tile]
         return 1e3 * DecodeBench(model, "triton", rows, CONTEXT, way=way).step_ms(blocks=3)
 
 
+@contextmanager
+def plan_changed(plan: ShortPlan | None) -> Iterator[None]:
+    """Inside, steps of one row attend by `plan`; None: programs share its tokens."""
+    module: Any = importlib.import_module("worker.model.vector_step")
+    original, module.short_plan = module.short_plan, lambda *_, **__: plan
+    try:
+        yield
+    finally:
+        module.short_plan = original
+
+
 class Retune:
     """The tiles of one model, way and number of rows."""
 
@@ -261,6 +275,32 @@ class Retune:
         again = self._step_us(chosen)
         print(f"{self.label} step: refined {best:.1f} us, again {again:.1f} us", flush=True)
         return chosen, again
+
+    def refine_plan(self, chosen: dict[MatrixKind, Tile]) -> tuple[ShortPlan | None, float]:
+        """The attention of one row in a short tier, and the tile of the projection after it, inside the whole step."""
+        config, best = config_of(self.name), None
+        with plan_changed(None):
+            best_us = self._step_us(chosen)
+        plans = short_plan.candidates(config.head_dim, 2 * CONTEXT)
+        if config.num_heads // config.num_kv_heads > short_plan.MAX_GROUP:
+            plans = []
+        for plan in plans:
+            best, best_us = min((best, best_us), (plan, self._plan_us(chosen, plan)), key=lambda pair: pair[1])
+        if best is not None:
+            size, _ = shapes_of(self.name)["o"]
+            for tile in vector_tiles.candidates("down", size, head_dim=config.head_dim):
+                plan = replace(best, projection=tile)
+                best, best_us = min((best, best_us), (plan, self._plan_us(chosen, plan)), key=lambda pair: pair[1])
+        print(f"{self.label} step: {best_us:.1f} us with {best}", flush=True)
+        return best, best_us
+
+    def _plan_us(self, chosen: dict[MatrixKind, Tile], plan: ShortPlan) -> float:
+        try:
+            with plan_changed(plan):
+                return self._step_us(chosen)
+        except Exception as error:  # noqa: BLE001 - a plan that does not work is no candidate
+            self.failed.append(f"{plan}: {str(error)[:150]}")
+            return float("inf")
 
     def _step_us(self, chosen: dict[MatrixKind, Tile]) -> float:
         return step_us(self.model, self.way, self.rows, chosen)
@@ -308,7 +348,12 @@ def main() -> None:
         for way, rows in cases:
             retune = Retune(name, model, way, rows)
             retune.measure_alone()
-            chosen, us = retune.refine()
+            # Tiles hold for all tiers: the projection's is measured where it has something to merge.
+            with plan_changed(None):
+                chosen, us = retune.refine()
+            plan = None
+            if (way, rows) == ("vector", 1):
+                plan, us = retune.refine_plan(chosen)
             results.add(
                 system=f"graphpool_{way}", model=name, batch=rows, context=CONTEXT, metric="decode_step_ms", unit="ms",
                 value=us / 1e3, scope="step",
@@ -316,6 +361,7 @@ def main() -> None:
             print("\n".join(retune.entries(chosen)), flush=True)
             results.extra[retune.label] = {
                 "entries": retune.entries(chosen),
+                "plan": str(plan),
                 "alone": {kind: [(us, short(tile)) for us, tile in found] for kind, found in retune.alone.items()},
                 "failed": retune.failed,
             }

@@ -14,10 +14,11 @@ from bench.shapes import SHAPES
 from tests.fakes.offline_gpu import compiling_for_hopper, machine_code, resources
 
 DTYPES = {"qwen2.5-1.5b": torch.float16}
-ROWS = (1, 4)
+CASES = ((1, 64), (1, 16), (4, 64))
+"""Rows, and blocks of a row's table."""
 
 
-def compile_step(name: str, rows: int) -> None:
+def compile_step(name: str, rows: int, width: int = 64) -> None:
     """Launch every kernel of one decode step of a one-layer model."""
     from worker.decode_inputs import DecodeInputs
     from worker.kv_cache import KVCache
@@ -34,7 +35,7 @@ def compile_step(name: str, rows: int) -> None:
     tiles = vector_tiles(config, dtype, rows)
     assert tiles is not None
     VectorStep(decoder, cache, tiles, torch.zeros(rows * config.num_kv_heads, dtype=torch.int32))(
-        inputs.views(rows, 64)
+        inputs.views(rows, width)
     )
 
 
@@ -42,10 +43,11 @@ def main() -> None:
     with compiling_for_hopper() as compiled:
         found = []
         for name in sys.argv[1:] or SHAPES:
-            for rows in ROWS:
-                compile_step(name, rows)
+            for rows, width in CASES:
+                compile_step(name, rows, width)
                 found += [
-                    {"model": name, "rows": rows} | resources(kernel) | machine_code(kernel) for kernel in compiled
+                    {"model": name, "rows": rows, "width": width} | resources(kernel) | machine_code(kernel)
+                    for kernel in compiled
                 ]
                 compiled.clear()
         print(json.dumps(found))

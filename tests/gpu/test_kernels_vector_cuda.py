@@ -26,6 +26,16 @@ def test_steps_in_float16(name: str) -> None:
     check(name, LENGTHS[:2], 20, torch.float16, way="vector")
 
 
+@pytest.mark.parametrize("length", [1, 2, 17, 128, 129, 200, 253])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_row_of_any_length_in_a_short_tier(name: str, length: int) -> None:
+    check(name, (length,), 16, torch.bfloat16, way="vector")
+
+
+def test_a_row_of_a_short_tier_in_float16() -> None:
+    check("qwen2.5-1.5b", (200,), 16, torch.float16, way="vector")
+
+
 @pytest.mark.parametrize("lengths", [(512,), (513, 60), (2048,), (2049, 700, 3), (3900,)])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-1.5b"])
 def test_steps_at_every_length_in_a_wide_tier(name: str, lengths: tuple[int, ...]) -> None:
@@ -56,18 +66,27 @@ def test_a_rows_logits_do_not_depend_on_nan_in_another_rows_past() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"), [("smollm2-135m", (30,)), ("llama-3.2-1b", (30, 5)), ("smollm2-135m", (2040, 9))]
+    ("name", "lengths", "width", "count"),
+    [
+        ("smollm2-135m", (30,), 160, 256),
+        ("llama-3.2-1b", (30, 5), 160, 256),
+        ("smollm2-135m", (2040, 9), 160, 256),
+        ("smollm2-135m", (5,), 16, 250),
+        ("llama-3.2-1b", (5,), 16, 250),
+    ],
 )
 @torch.inference_mode()
-def test_256_replays_back_to_back_give_the_same_tokens_16_times(name: str, lengths: tuple[int, ...]) -> None:
-    decoding = Decoding(model_of(name, torch.bfloat16), lengths, 160, way="vector")
+def test_replays_back_to_back_give_the_same_tokens_16_times(
+    name: str, lengths: tuple[int, ...], width: int, count: int
+) -> None:
+    decoding = Decoding(model_of(name, torch.bfloat16), lengths, width, way="vector")
     start = decoding.cache.storage.clone()
     graph, (logits, _) = decoding.capture()
     ends = []
     for _ in range(16):
         decoding.cache.storage.copy_(start)
         decoding.reset()
-        for _ in range(256):
+        for _ in range(count):
             graph.replay()
         # The keys of every token are in the pool: a single other token would leave another sum.
         pool = decoding.cache.storage.view(torch.int16)

@@ -38,8 +38,8 @@ def rope_and_cache(
         k.copy_(functional.rms_norm(k, (layout.head_dim,), layout.k_norm, layout.eps))
     for heads in (q, k):
         heads.copy_(_turn(heads.float(), layout.rope_table[positions]))
-    keys.flatten(0, 1).index_copy_(0, slots, k)
-    values.flatten(0, 1).index_copy_(0, slots, v)
+    keys.flatten(0, 1).index_copy_(0, slots, k.to(keys.dtype))
+    values.flatten(0, 1).index_copy_(0, slots, v.to(values.dtype))
 
 
 def paged_attention(
@@ -64,6 +64,26 @@ def paged_attention(
         weights = torch.einsum("hd,thd->ht", q[row].float(), key).mul(scale).softmax(dim=-1)
         out[row] = torch.einsum("ht,thd->hd", weights, value)
     return out
+
+
+def short_attention(
+    qkv: torch.Tensor,
+    layout: QkvLayout,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """See worker.kernels.short_attention."""
+    turned, block_size = qkv.clone(), keys.shape[1]
+    blocks = block_tables.gather(1, (positions // block_size)[:, None]).squeeze(1)
+    slots = blocks.long() * block_size + positions % block_size
+    rope_and_cache(turned, layout, positions, slots, keys, values)
+    q = layout.split(turned)[0].to(keys.dtype).float()
+    attended = paged_attention(q, keys, values, block_tables, positions + 1, scale=layout.head_dim**-0.5)
+    out.copy_(attended.flatten(1))
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from worker.decode_inputs import DecodeViews
-from worker.kernels.device import num_sms, power_of_two
-from worker.kernels.early_attention import early_attention
-from worker.kernels.early_plan import early_plan
-from worker.kernels.gemv import Norm, gemv, gemv_add, gemv_gated, gemv_logits, gemv_merge_add
+from worker.kernels.device import has_gluon, power_of_two
+from worker.kernels.gemv import Norm, gemv, gemv_add, gemv_gated, gemv_logits
 from worker.kernels.greedy import RowState, choose_best
 from worker.kernels.matrix_kind import MatrixKind
-from worker.kernels.partials import Partials, empty_partials
+from worker.kernels.short_plan import short_plan
 from worker.kernels.token_rows import embed_tokens
 from worker.kernels.vector_tiles import Tile, tile_for
 from worker.kv_cache import KVCache
-from worker.model.fused import layer_layout
+from worker.model.vector_attention import SharedAttention, ShortAttention, VectorAttention
 from worker.step_kernels import Outputs
 
 if TYPE_CHECKING:
@@ -83,12 +81,13 @@ class VectorStep:
         rows = len(inputs.positions)
         vectors = embed_tokens(inputs.token_ids, inputs.sources, inputs.last_tokens, decoder.embedding)
         x, residual = vectors.x, vectors.residual
-        partials = self._partials(inputs)
+        attention = self._attention(inputs)
         qkv = residual.new_empty(rows, config.qkv_heads * config.head_dim)
         gated = x.new_empty(rows, config.intermediate_size)
         for layer in self.layers:
-            self._attend(layer, x, qkv, inputs.block_tables, partials)
-            gemv_merge_add(partials, layer.o_weight, self.tiles.o, bias=layer.o_bias, residual=residual, out=x)
+            norm = Norm(weight=layer.input_norm, eps=layer.eps)
+            gemv(x, layer.qkv_weight, self.tiles.qkv, norm=norm, bias=layer.qkv_bias, out=qkv)
+            attention.add(layer, qkv, residual=residual, out=x)
             norm = Norm(weight=layer.post_attention_norm, eps=layer.eps)
             gemv_gated(x, layer.gate_up_weight, self.tiles.gate_up, norm=norm, bias=layer.gate_up_bias, out=gated)
             gemv_add(gated, layer.down_weight, self.tiles.down, bias=layer.down_bias, residual=residual, out=x)
@@ -100,34 +99,9 @@ class VectorStep:
         )
         return logits, choose_best(vectors.best[:, None], logits, state)
 
-    def _attend(
-        self, layer: DecoderLayer, x: torch.Tensor, qkv: torch.Tensor, block_tables: torch.Tensor, partials: Partials
-    ) -> None:
-        norm = Norm(weight=layer.input_norm, eps=layer.eps)
-        gemv(x, layer.qkv_weight, self.tiles.qkv, norm=norm, bias=layer.qkv_bias, out=qkv)
-        early_attention(
-            qkv,
-            layer_layout(layer, self.decoder.rope_table),
-            self.kv_cache.keys[layer.index],
-            self.kv_cache.values[layer.index],
-            block_tables,
-            partials,
-            self.arrived,
-        )
-
-    def _partials(self, inputs: DecodeViews) -> Partials:
-        config = self.decoder.config
-        plan = early_plan(
-            rows=len(inputs.positions),
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            width=inputs.block_tables.shape[1] * self.kv_cache.block_size,
-            num_sms=num_sms(inputs.positions.device),
-        )
-        return empty_partials(
-            inputs.positions,
-            plan,
-            num_heads=config.num_heads,
-            head_dim=config.head_dim,
-            dtype=self.kv_cache.storage.dtype,
-        )
+    def _attention(self, inputs: DecodeViews) -> VectorAttention:
+        config, width = self.decoder.config, inputs.block_tables.shape[1] * self.kv_cache.block_size
+        plan = short_plan(config.num_heads, config.num_kv_heads, config.head_dim, width=width)
+        if plan is not None and len(inputs.positions) == 1 and has_gluon():
+            return ShortAttention(self.decoder, self.kv_cache, inputs, self.tiles.o, plan)
+        return SharedAttention(self.decoder, self.kv_cache, inputs, self.tiles.o, self.arrived)

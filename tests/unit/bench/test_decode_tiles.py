@@ -9,8 +9,10 @@ from bench.kernels import Way, limits_of
 from bench.read_speed import cache_bytes, step_bytes
 from bench.shapes import SHAPES
 from worker.kernels.block_tiles import BlockTile
+from worker.kernels.matrix_kind import MatrixKind
 from worker.kernels.row_tiles import RowTile
 from worker.kernels.vector_tiles import Tile
+from worker.model import vector_step
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -30,6 +32,32 @@ def test_a_tile_is_printed_as_it_stands_in_the_table() -> None:
     tiles: list[Tile | RowTile | BlockTile] = [Tile(4, 2, 512, 1), RowTile(16, 4, 256, 8, 1), BlockTile(128, 4, 2)]
     shown = [decode_tiles.short(tile) for tile in tiles]
     assert shown == ["Tile(4, 2, 512, 1)", "RowTile(16, 4, 256, 8, 1)", "BlockTile(128, 4, 2)"]
+
+
+class FakeRetune(decode_tiles.Retune):
+    """Takes the time that a table says: one number for the shared way, less for wide programs and the best projection."""
+
+    def _step_us(self, chosen: dict[MatrixKind, decode_tiles.Tile]) -> float:
+        plan = vector_step.short_plan(0, 0, 0, width=0)
+        if plan is None:
+            return self.shared_us
+        if plan.eager:
+            raise RuntimeError("no room")
+        return 100 - plan.num_warps - (plan.projection == Tile(2, 1, 256, 1))
+
+    shared_us = 99.0
+
+
+@pytest.mark.parametrize(("shared_us", "expected"), [(99.0, 91.0), (50.0, 50.0)])
+def test_the_plan_of_a_short_tier_is_the_fastest_step(shared_us: float, expected: float) -> None:
+    retune = FakeRetune("smollm2-135m", None, "vector", 1)  # type: ignore[arg-type]
+    retune.shared_us = shared_us
+    plan, us = retune.refine_plan({})
+    assert us == expected
+    assert (plan is None) == (shared_us == us)
+    assert plan is None or (plan.num_warps, plan.eager, plan.projection) == (8, False, Tile(2, 1, 256, 1))
+    assert retune.failed
+    assert all("no room" in failure for failure in retune.failed)
 
 
 def test_a_way_is_forced_by_its_own_limit_alone() -> None:

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[3]
 MAX_SHARED_BYTES_OF_A_PRODUCT = 512
 """Room for one reduction. A change of layout would take kilobytes, and time."""
 
+MAX_SHARED_BYTES_OF_SHORT_ATTENTION = 20 << 10
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
@@ -42,9 +44,10 @@ def products(compiled: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_layer_is_five_launches_and_the_rest_of_a_step_three(compiled: list[dict[str, Any]]) -> None:
-    names = [kernel["name"] for kernel in compiled if (kernel["model"], kernel["rows"]) == ("llama-3.2-1b", 1)]
-    layer = ["_gemv", "_early_attention", "_gemv", "_gemv", "_gemv"]
-    assert names == ["_embed_tokens", *layer, "_gemv", "_row_best"]
+    for width, attention in ((64, "_early_attention"), (16, "_short_attention")):
+        case = ("llama-3.2-1b", 1, width)
+        names = [kernel["name"] for kernel in compiled if (kernel["model"], kernel["rows"], kernel["width"]) == case]
+        assert names == ["_embed_tokens", "_gemv", attention, *["_gemv"] * 3, "_gemv", "_row_best"]
     assert {kernel["model"] for kernel in compiled} == set(SHAPES)
 
 
@@ -64,3 +67,12 @@ def test_all_weights_are_requested_before_the_wait(products: list[dict[str, Any]
 def test_no_weight_changes_threads(products: list[dict[str, Any]]) -> None:
     for kernel in products:
         assert kernel["shared_bytes"] <= MAX_SHARED_BYTES_OF_A_PRODUCT, kernel
+
+
+def test_short_attention_exchanges_once_and_wants_little_shared_memory(compiled: list[dict[str, Any]]) -> None:
+    found = [kernel for kernel in compiled if kernel["name"] == "_short_attention"]
+    assert {kernel["model"] for kernel in found} <= {"smollm2-135m", "llama-3.2-1b", "qwen2.5-1.5b", "llama-2-7b"}
+    for kernel in found:
+        assert kernel["uses_tensor_cores"]
+        assert kernel["barriers"] == 1, kernel
+        assert kernel["shared_bytes"] <= MAX_SHARED_BYTES_OF_SHORT_ATTENTION, kernel

@@ -45,7 +45,7 @@ def test_every_way_of_cutting_gives_the_same_step(tile: str, monkeypatch: pytest
 
 def test_a_long_row_is_merged_by_the_last_of_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = EarlyPlan(num_splits=5, late_splits=2, min_chunk=16, long_chunk=16, tile=16)
-    monkeypatch.setattr("worker.model.vector_step.early_plan", lambda **_: plan)
+    monkeypatch.setattr("worker.model.vector_attention.early_plan", lambda **_: plan)
     for step in steps((126, 20, 1), 2):
         assert step.error < 3e-2
 
