@@ -109,7 +109,9 @@ class SimReplica:
         HOST.set(self.name)
         config = ReplicaConfig(name=self.name, routers=(self._pool.router.address,), reflection=False)
         events = EventFanout()
-        self.engine = VirtualEngine(events, ScriptKnobs(step_s=self._pool.step_s, max_rows=self._pool.max_rows, stall_s=2.0))
+        self.engine = VirtualEngine(
+            events, ScriptKnobs(step_s=self._pool.step_s, max_rows=self._pool.max_rows, stall_s=2.0)
+        )
         self.server = ReplicaServer(
             config,
             self.engine,

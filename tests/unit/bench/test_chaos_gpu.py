@@ -17,11 +17,9 @@ from worker.request import FinishReason
 RIGHT = (5, 6, 7, 8, 9, 10, 11, 12)
 
 
-def answer(tokens: tuple[int, ...], **values: object) -> ChoiceAnswer:
+def answer(tokens: tuple[int, ...], stopped_by: str | None = None) -> ChoiceAnswer:
     logprobs = [TokenLogprob(token, -0.5, ((token, -0.5), (99, -0.625))) for token in tokens]
-    return ChoiceAnswer(
-        tokens=list(tokens), text="text", logprobs=logprobs, finish_reason=FinishReason.LENGTH, **values
-    )  # type: ignore[arg-type]
+    return ChoiceAnswer(list(tokens), "text", logprobs, FinishReason.LENGTH, stopped_by)
 
 
 def came(*choices: ChoiceAnswer, kind: str = "greedy") -> Transcript:
