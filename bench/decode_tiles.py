@@ -55,7 +55,7 @@ def config_of(name: str) -> DecoderConfig:
 
 
 def shapes_of(name: str) -> dict[MatrixKind, tuple[int, int]]:
-    from worker.model.vector_step import matrix_shapes
+    from worker.model.matrix_tiles import matrix_shapes
 
     return matrix_shapes(config_of(name))
 

@@ -39,7 +39,7 @@ def read_bytes_per_s(device: torch.device) -> float:
 
 def matrix_bytes(config: DecoderConfig, itemsize: int = 2) -> dict[MatrixKind, int]:
     """Of one layer's matrices, and of the output projection."""
-    from worker.model.vector_step import matrix_shapes
+    from worker.model.matrix_tiles import matrix_shapes
 
     doubled = {"gate_up": 2}
     return {kind: doubled.get(kind, 1) * size * out * itemsize for kind, (size, out) in matrix_shapes(config).items()}

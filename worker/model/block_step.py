@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,43 +10,26 @@ from worker.decode_inputs import DecodeViews
 from worker.kernels.block_product import block_gated, block_logits, block_parts
 from worker.kernels.block_tiles import MAX_ROWS, BlockTile, block_tile_for
 from worker.kernels.decode_workspace import DecodeWorkspace
-from worker.kernels.device import power_of_two
 from worker.kernels.greedy import choose_best
 from worker.kernels.rms_norm import rms_norm_parts
 from worker.kernels.token_rows import embed_tokens
 from worker.kv_cache import KVCache
+from worker.model.matrix_tiles import MatrixTiles, matrix_tiles, row_state
 from worker.model.rows_attention import RowsAttention
-from worker.model.rows_step import row_state
-from worker.model.vector_step import matrix_shapes
 from worker.step_kernels import Outputs
 
 if TYPE_CHECKING:
     from worker.model.architecture import DecoderConfig
     from worker.model.decoder import Decoder, DecoderLayer
 
-_VECTOR = 8
-"""Numbers of half precision in the 16 bytes that the copy engine wants rows to begin at."""
-_DTYPES = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTiles:
-    """The tiles of one decoder's matrices."""
-
-    qkv: BlockTile
-    o: BlockTile
-    gate_up: BlockTile
-    down: BlockTile
-    head: BlockTile
+BlockTiles = MatrixTiles[BlockTile]
 
 
 def block_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> BlockTiles | None:
     """The tiles for steps of `rows` rows; None where this way of computing them does not apply."""
-    shapes = matrix_shapes(config)
-    is_known = dtype in _DTYPES and config.head_dim == power_of_two(config.head_dim)
-    if not is_known or rows > MAX_ROWS or any(size % _VECTOR for size, _ in shapes.values()):
+    if rows > MAX_ROWS:
         return None
-    return BlockTiles(**{kind: block_tile_for(kind, *shape, rows) for kind, shape in shapes.items()})
+    return matrix_tiles(config, dtype, lambda kind, size, out: block_tile_for(kind, size, out, rows))
 
 
 class BlockStep:

@@ -2,56 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from worker.decode_inputs import DecodeViews
 from worker.kernels.decode_workspace import DecodeWorkspace
-from worker.kernels.device import power_of_two
-from worker.kernels.greedy import RowState, choose_best
+from worker.kernels.greedy import choose_best
 from worker.kernels.row_tiles import MAX_ROWS, RowTile, columns_for, row_tile_for
 from worker.kernels.rows_product import ScaledRows, rows_add, rows_gated, rows_logits, rows_plain
 from worker.kernels.token_rows import TokenRows, embed_tokens
 from worker.kv_cache import KVCache
+from worker.model.matrix_tiles import MatrixTiles, matrix_tiles, row_state
 from worker.model.rows_attention import RowsAttention
-from worker.model.vector_step import matrix_shapes
 from worker.step_kernels import Outputs
 
 if TYPE_CHECKING:
     from worker.model.architecture import DecoderConfig
     from worker.model.decoder import Decoder, DecoderLayer
 
-_VECTOR = 8
-"""Numbers of half precision that one load brings."""
-_DTYPES = (torch.bfloat16, torch.float16)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowTiles:
-    """The tiles of one decoder's matrices."""
-
-    qkv: RowTile
-    o: RowTile
-    gate_up: RowTile
-    down: RowTile
-    head: RowTile
-
-
-def row_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> RowTiles | None:
+def row_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> MatrixTiles[RowTile] | None:
     """The tiles for steps of `rows` rows; None where this way of computing them does not apply."""
-    shapes = matrix_shapes(config)
-    is_known = dtype in _DTYPES and config.head_dim == power_of_two(config.head_dim)
-    if not is_known or rows > MAX_ROWS or any(size % _VECTOR for size, _ in shapes.values()):
+    if rows > MAX_ROWS:
         return None
-    return RowTiles(**{kind: row_tile_for(kind, *shape, rows) for kind, shape in shapes.items()})
+    return matrix_tiles(config, dtype, lambda kind, size, out: row_tile_for(kind, size, out, rows))
 
 
 class RowsStep:
     """A decoder's steps over one pool. They must follow each other on one stream."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: RowTiles, workspace: DecodeWorkspace) -> None:
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVCache, tiles: MatrixTiles[RowTile], workspace: DecodeWorkspace
+    ) -> None:
         self.decoder = decoder
         self.kv_cache = kv_cache
         self.tiles = tiles
@@ -100,10 +83,3 @@ class RowsStep:
         parts = -(-x.shape[1] // tile.out)
         squares = x.new_empty(parts, columns_for(len(x)), dtype=torch.float32)
         return ScaledRows(x=torch.empty_like(x), squares=squares)
-
-
-def row_state(inputs: DecodeViews) -> RowState:
-    """What the choice of tokens moves on."""
-    return RowState(
-        last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
-    )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from worker.decode_inputs import DecodeViews
-from worker.kernels.device import has_gluon, power_of_two
+from worker.kernels.device import has_gluon
 from worker.kernels.gemv import Norm, gemv, gemv_add, gemv_gated, gemv_logits
-from worker.kernels.greedy import RowState, choose_best
-from worker.kernels.matrix_kind import MatrixKind
+from worker.kernels.greedy import choose_best
 from worker.kernels.short_plan import short_plan
 from worker.kernels.token_rows import embed_tokens
 from worker.kernels.vector_tiles import Tile, tile_for
 from worker.kv_cache import KVCache
+from worker.model.matrix_tiles import MatrixTiles, matrix_tiles, row_state
 from worker.model.vector_attention import SharedAttention, ShortAttention, VectorAttention
 from worker.step_kernels import Outputs
 
@@ -23,51 +22,18 @@ if TYPE_CHECKING:
     from worker.model.architecture import DecoderConfig
     from worker.model.decoder import Decoder, DecoderLayer
 
-_VECTOR = 8
-"""Numbers of half precision that one load brings."""
-_DTYPES = (torch.bfloat16, torch.float16)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VectorTiles:
-    """The tiles of one decoder's matrices."""
-
-    qkv: Tile
-    o: Tile
-    gate_up: Tile
-    down: Tile
-    head: Tile
-
-
-def matrix_shapes(config: DecoderConfig) -> dict[MatrixKind, tuple[int, int]]:
-    """(inputs, outputs) of each matrix."""
-    attended = config.num_heads * config.head_dim
-    return {
-        "qkv": (config.hidden_size, config.qkv_heads * config.head_dim),
-        "o": (attended, config.hidden_size),
-        "gate_up": (config.hidden_size, config.intermediate_size),
-        "down": (config.intermediate_size, config.hidden_size),
-        "head": (config.hidden_size, config.vocab_size),
-    }
-
-
-def vector_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> VectorTiles | None:
+def vector_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> MatrixTiles[Tile] | None:
     """The tiles for steps of `rows` rows; None where this way of computing them does not apply."""
-    shapes = matrix_shapes(config)
-    if dtype not in _DTYPES or any(size % _VECTOR for size, _ in shapes.values()):
-        return None
-    tiles = {kind: tile_for(kind, *shape, rows) for kind, shape in shapes.items()}
-    o_tile = tiles["o"]
-    whole_heads = config.head_dim == power_of_two(config.head_dim) and o_tile and o_tile.chunk >= config.head_dim
-    if not whole_heads or None in tiles.values():
-        return None
-    return VectorTiles(**tiles)  # type: ignore[arg-type]
+    tiles = matrix_tiles(config, dtype, lambda kind, size, out: tile_for(kind, size, out, rows))
+    # The output projection merges whole heads.
+    return tiles if tiles is not None and tiles.o.chunk >= config.head_dim else None
 
 
 class VectorStep:
     """A decoder's steps over one pool. They must follow each other on one stream."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: VectorTiles, arrived: torch.Tensor) -> None:
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, tiles: MatrixTiles[Tile], arrived: torch.Tensor) -> None:
         self.decoder = decoder
         self.kv_cache = kv_cache
         self.tiles = tiles
@@ -94,10 +60,7 @@ class VectorStep:
         logits = inputs.logits_buffer(config.vocab_size)
         norm = Norm(weight=decoder.final_norm, eps=config.rms_norm_eps)
         gemv_logits(x, decoder.lm_head, self.tiles.head, norm=norm, out=logits, best=vectors.best)
-        state = RowState(
-            last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
-        )
-        return logits, choose_best(vectors.best[:, None], logits, state)
+        return logits, choose_best(vectors.best[:, None], logits, row_state(inputs))
 
     def _attention(self, inputs: DecodeViews) -> VectorAttention:
         config, width = self.decoder.config, inputs.block_tables.shape[1] * self.kv_cache.block_size
