@@ -72,7 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 def measure(run: str, model: str, device: Device, num_steps: int, results: Results) -> None:
-    values = {"max_batch": 256, "prefill_chunk": 1024, "kv_cache_bytes": 24 << 30, "capture": "startup"} | RUNS[run]
+    values: dict[str, Any] = {
+        "max_batch": 256,
+        "prefill_chunk": 1024,
+        "kv_cache_bytes": 24 << 30,
+        "capture": "startup",
+    } | RUNS[run]
     worker = build(model, device, **values)
     found: dict[str, Any] = check(worker)
     report_keys(run, model, worker, results)

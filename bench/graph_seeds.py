@@ -120,7 +120,7 @@ def tokens_of(run: Any, step: StaticDecodeStep, context: int, length: int) -> li
 
 def serving(device: Device, results: Results) -> dict[str, Any]:
     """First token and 128 tokens at batch 1; throughput at batch 32 with 64 tokens each; prompts of 128."""
-    values = {"max_batch": 32, "max_model_len": 512, "kv_cache_bytes": 16 << 30, "prefill_chunk": 128}
+    values: dict[str, Any] = {"max_batch": 32, "max_model_len": 512, "kv_cache_bytes": 16 << 30, "prefill_chunk": 128}
     worker = build(SERVED_MODEL, device, capture="startup", **values)
     vocab, length = worker.engine.info.vocab_size, 128 if device == "cuda" else 12
     batch, out = (32, 64) if device == "cuda" else (4, 8)

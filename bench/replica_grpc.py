@@ -1,11 +1,12 @@
-"""End to end through a replica's gRPC: milliseconds a token, tokens/s, time to first token, start-up by phase.
+"""End to end through a replica's gRPC: milliseconds a token, tokens/s, time to first token, starts.
 
     python -m bench.replica_grpc [--model NAME] [--batches 1 8 32 256] [--device cuda]
 
 Random weights of a public shape, 128 prompt and 128 new tokens, greedy. The replica is a process of its own, the client
 another; both hosts' time is in the numbers. The same once more through a router, a third process, whose single stream to
-the replica carries all requests. Each answer must be whole and equal to the same prompt alone as far as
-bf16 near-ties allow. Writes `bench/results/replica_grpc.json`.
+the replica carries all requests. Each answer must be whole and equal to the same prompt alone as far as bf16 near-ties
+allow. The replica is started twice: with an empty cache of kernels, and with the one that this left. Writes
+`bench/results/replica_grpc.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import socket
 import subprocess
@@ -70,12 +72,13 @@ async def route(options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def replica(options: argparse.Namespace, config: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start one and end it."""
+def replica(options: argparse.Namespace, config: Path, cache: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start one and end it. `cache` is where built kernels are kept."""
     command = [sys.executable, "-m", "bench.replica_grpc", "--serve", str(config), "--port", str(options.port)]
     command += ["--device", options.device, "--capture", options.capture, "--max-model-len", str(options.max_model_len)]
     command += ["--kv-gib", str(options.kv_gib), "--flush-ms", str(options.flush_ms)]
-    process = subprocess.Popen([*command, "--batches", *map(str, options.batches)])
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    process = subprocess.Popen([*command, "--batches", *map(str, options.batches)], env=environment)
     try:
         yield process
     finally:
@@ -168,6 +171,22 @@ async def all_captured(client: Any, started: float) -> float:
     return float("nan")
 
 
+async def measure_start(
+    options: argparse.Namespace, results: Results, started: float, process: subprocess.Popen[bytes], note: str
+) -> None:
+    """Of one replica's process, up to its last graph."""
+    from cluster.client import AsyncGraphpoolClient
+
+    first = await first_answer(options.port, started, process)
+    add(results, options, metric="start_to_first_token_s", unit="s", value=first, note=note)
+    if options.device != "cuda":
+        return
+    async with AsyncGraphpoolClient(f"127.0.0.1:{options.port}") as client:
+        full = await all_captured(client, started)
+    if full == full:
+        add(results, options, metric="start_to_all_graphs_s", unit="s", value=full, note=note)
+
+
 async def measure(options: argparse.Namespace, results: Results, port: int, way: str) -> None:
     from cluster.client import AsyncGraphpoolClient
 
@@ -240,20 +259,16 @@ async def run(options: argparse.Namespace) -> None:
     options.port = free_port()
     results = Results(bench="replica_grpc", hardware=hardware(options.device))
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        with replica(options, write_config(options.model, Path(folder))) as process:
-            first = await first_answer(options.port, started, process)
-            add(results, options, metric="start_to_first_token_s", unit="s", value=first)
-            from cluster.client import AsyncGraphpoolClient
-
-            async with AsyncGraphpoolClient(f"127.0.0.1:{options.port}") as client:
-                full = await all_captured(client, started) if options.device == "cuda" else float("nan")
-            if full == full:
-                add(results, options, metric="start_to_all_graphs_s", unit="s", value=full)
-            await measure(options, results, options.port, "direct")
-            with router(options) as (port, front):
-                await first_answer(port, time.perf_counter(), front)
-                await measure(options, results, port, "through a router")
+        config, cache = write_config(options.model, Path(folder)), Path(folder) / "kernels"
+        for note in ("kernels to be built", "kernels built before"):
+            started = time.perf_counter()
+            with replica(options, config, cache) as process:
+                await measure_start(options, results, started, process, note)
+                if note == "kernels built before":
+                    await measure(options, results, options.port, "direct")
+                    with router(options) as (port, front):
+                        await first_answer(port, time.perf_counter(), front)
+                        await measure(options, results, port, "through a router")
     print(results.correctness)
     print(results.write())
 

@@ -111,7 +111,7 @@ def side_by_side(document: Document) -> str:
 def replica_grpc(document: Document) -> str:
     """What a client sees, of a replica itself and through a router: one line for each batch; then start-up."""
     rows = document["rows"]
-    ways = list(dict.fromkeys(row["note"] for row in rows if "note" in row))
+    ways = list(dict.fromkeys(row["note"] for row in rows if row["metric"] == "decode_step_ms"))
     values = {(row["metric"], row.get("batch"), row.get("context"), row.get("note")): row for row in rows}
     batches = sorted({row["batch"] for row in rows if row["metric"] == "decode_step_ms"})
     metrics = ("decode_step_ms", "tokens_per_s", "burst_ttft_ms")
@@ -126,11 +126,15 @@ def replica_grpc(document: Document) -> str:
         if row["metric"] == "ttft_ms"
     ]
     starts = [
-        f"{row['metric'].replace('_', ' ').removesuffix(' s')}: {shown(row['value'])} s"
+        f"{row['metric'].replace('_', ' ').removesuffix(' s')}{_noted(row)}: {shown(row['value'])} s"
         for row in rows
         if row["unit"] == "s"
     ]
     return f"{markdown(['streams', *titles], body, numbers=len(titles))}\n\n{'; '.join([*firsts, *starts])}."
+
+
+def _noted(row: Document) -> str:
+    return f", {row['note']}" if "note" in row else ""
 
 
 def engine_speed(document: Document) -> str:
