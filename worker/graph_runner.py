@@ -1,9 +1,10 @@
-"""Replays captured graphs; what has no graph, or not yet, runs eagerly."""
+"""Replays captured graphs; what has no graph, or not yet, is launched kernel by kernel."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ from worker.pending import DoneStep, PendingStep
 from worker.runner import EagerRunner
 from worker.sampler import Sampled
 from worker.sampling_table import DRAW_NEEDS, SampledRow, needs_of_all
-from worker.step_kernels import TorchKernels
+from worker.step_kernels import Outputs, TorchKernels
 from worker.step_output import StepOutput
 from worker.tiers import BucketTable, TierTable
 
@@ -107,6 +108,8 @@ class GraphRunner:
             size_of=memory.graph_bytes,
         )
         self._builds: KernelBuilds | None = None
+        self._steps: dict[GraphKey, Callable[[], Outputs]] = {}
+        """Of keys that were asked for before they were captured."""
 
     @property
     def readiness(self) -> GraphReadiness:
@@ -168,18 +171,31 @@ class GraphRunner:
     def launch(self, batch: Batch) -> PendingStep:
         """See Runner."""
         found = self._find(batch)
-        if isinstance(found, Miss):
+        key = found.pending if isinstance(found, Miss) else found
+        if key is None:
             return self.eager.launch(batch)
+        runner = "eager" if isinstance(found, Miss) else "graph"
         inputs = self.eager.decode_inputs if batch.phase == "decode" else self.eager.prefill_inputs
-        inputs.fill(batch, found.bucket)
-        with self.session.graphs[found].replay() as (_, packed):
+        inputs.fill(batch, key.bucket)
+        with self._outputs_of(key, is_captured=runner == "graph") as (_, packed):
             letter = self.eager.open_letter(batch, packed)
         if letter is None:
-            return DoneStep(StepOutput([], [], [], "graph"))
+            return DoneStep(StepOutput([], [], [], runner))
         rows = self.eager.sampling.rows_of(batch)
         if rows:
             letter.overlay(rows, self._sample(rows))
-        return letter.send("graph")
+        return letter.send(runner)
+
+    def _outputs_of(self, key: GraphKey, *, is_captured: bool) -> contextlib.AbstractContextManager[Outputs]:
+        """Of one step of `key`, which launches one by one what its graph will hold as long as it has none.
+
+        So a step of its own shape needs no kernel that the graph does not need, too.
+        """
+        if is_captured:
+            return self.session.graphs[key].replay()
+        if key not in self._steps:
+            self._steps[key] = self.regions(key).run
+        return contextlib.nullcontext(self._steps[key]())
 
     def _sample(self, rows: tuple[SampledRow, ...]) -> Sampled:
         """The tokens of `rows`, from the logits that the graph of the step has left."""
@@ -189,9 +205,8 @@ class GraphRunner:
                 assert isinstance(found, GraphKey)
                 self.eager.sampling.table.fill(rows, found.bucket)
                 return self.session.graphs[found].replay().outputs  # type: ignore[no-any-return]
-        return self.eager.sampling(
-            self.regions.logits, rows
-        )  # no miss: those are counted by steps, and this one had a graph
+        # No miss: those are counted by steps, and this one may have had a graph.
+        return self.eager.sampling(self.regions.logits, rows)
 
     def _make_inert(self) -> None:
         """Warm-up and capture run over the static inputs: what the last step left in them must not be written again."""

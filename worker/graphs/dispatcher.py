@@ -28,6 +28,8 @@ class Miss:
 
     reason: MissReason
     detail: str
+    pending: GraphKey | None = None
+    """The key that will serve such batches once it is captured."""
 
 
 class Dispatcher:
@@ -160,7 +162,7 @@ class Dispatcher:
         wanted = f"{phase} of {rows} rows at tier {tier}, variant {variant}"
         pending = sorted(filter(covers, self._pending))
         if pending:
-            return Miss(MissReason.PENDING, f"{wanted}: {pending[0]} is not captured yet")
+            return Miss(MissReason.PENDING, f"{wanted}: {pending[0]} is not captured yet", pending[0])
         dropped = sorted(filter(covers, self._dropped))
         if dropped:
             return Miss(MissReason.DROPPED, f"{wanted}: {dropped[0]} was dropped, {self._dropped[dropped[0]]}")
