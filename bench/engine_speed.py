@@ -217,7 +217,7 @@ def main() -> None:
         chosen.device,
         hold_s=hold,
         max_batch=max(batches),
-        max_model_len=4096,
+        max_model_len=8192,
         kv_cache_bytes=24 << 30,
         prefix_cache=False,
     )

@@ -37,7 +37,7 @@ def main() -> None:
     llm = LLM(
         model=folder,
         skip_tokenizer_init=True,
-        max_model_len=4096,
+        max_model_len=8192,
         gpu_memory_utilization=0.5,
         max_num_seqs=max(batches),
         enable_prefix_caching=False,

@@ -246,7 +246,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--capture", default="background")
-    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--kv-gib", type=int, default=24)
     parser.add_argument("--flush-ms", type=float, default=8.0)
     parser.add_argument("--port", type=int, default=0)

@@ -68,7 +68,7 @@ def graphpool(folder: Path) -> Found:
 
     hold = Hold()
     config = WorkerConfig(
-        model=str(folder), device="cuda", max_batch=256, max_model_len=4096, kv_cache_bytes=24 << 30, prefix_cache=False
+        model=str(folder), device="cuda", max_batch=256, max_model_len=8192, kv_cache_bytes=24 << 30, prefix_cache=False
     )
     worker = start(config, hold_s=hold)
     engine = worker.engine
