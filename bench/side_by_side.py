@@ -29,7 +29,7 @@ from bench.results_file import Results, versions
 from bench.shapes import SHAPES
 
 BATCHES = (1, 8, 32, 256)
-LIMIT_S = 240
+LIMIT_S = 150
 MARK = "RESULT "
 
 Found = dict[str, Any]
@@ -91,7 +91,7 @@ def graphpool(folder: Path) -> Found:
 def vllm_peer(site: Path, folder: Path) -> Found:
     """See bench.peer_vllm."""
     here = Path(__file__).parent / "peer_vllm.py"
-    return read([sys.executable, str(here), str(folder), *map(str, BATCHES)], {"PYTHONPATH": str(site)})
+    return read([sys.executable, "-P", str(here), str(folder), *map(str, BATCHES)], {"PYTHONPATH": str(site)})
 
 
 def read(command: list[str], changes: dict[str, str]) -> Found:
@@ -135,6 +135,7 @@ def compare(name: str, folder: Path, site: Path | None, results: Results) -> Non
         for row in found["rows"]:
             results.add(system=system, model=name, scope="replica", **row)
             print(system, name, row, flush=True)
+        results.write()
 
 
 def main() -> None:
@@ -156,7 +157,6 @@ def main() -> None:
     for name in options.models:
         shutil.rmtree(scratch, ignore_errors=True)
         compare(name, scratch, options.vllm, results)
-        results.write()
     shutil.rmtree(scratch, ignore_errors=True)
     print(results.correctness, results.write())
 

@@ -40,6 +40,7 @@ def test_a_peer_that_fails_is_named_and_the_others_are_compared(
 
     monkeypatch.setattr(side_by_side, "by_itself", by_itself)
     monkeypatch.setattr(side_by_side, "vllm_peer", broken)
+    monkeypatch.setattr(Results, "write", lambda self: tmp_path)
     results = Results(bench="side_by_side", hardware="a GPU")
     side_by_side.compare("m", tmp_path, tmp_path, results)
     assert results.correctness == {
