@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.autoscale.config import ScalingConfig
 from cluster.config import ReplicaConfig, from_mapping, join_address, split_address
+from cluster.deployment_version import code_version
+from cluster.surge import SURGE_PERCENT, has_room
 from worker.config import MAX_CPU_THREADS, WorkerConfig
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ class PoolConfig:
     """CPUs Ray sets aside for one replica."""
     drain_timeout_s: float = 120.0
     """A replica that is taken away may finish its requests for this long."""
+    surge: bool | None = None
+    """Whether a changed replica is ready before the one that it replaces goes: that takes room for one more than
+    there are. None = if the cluster has the room when the config is applied. Without, the old one goes first."""
     health_check_period_s: float = 1.0
     """Between two health checks of a replica."""
     health_check_timeout_s: float = 3.0
@@ -78,16 +83,29 @@ def app(values: dict[str, Any]) -> Application:
 
 def build_app(config: PoolConfig) -> Application:
     """The application of one pool. Needs Ray."""
-    from ray import serve
-
     from cluster.served_replica import ServedReplica
 
     config = replace(config, replica=with_router_addresses(config.replica))
+    return application_of(ServedReplica, config, asdict(config.worker), asdict(config.replica))
+
+
+def application_of(kind: type, config: PoolConfig, *made_of: dict[str, Any]) -> Application:
+    """Replicas of that kind, constructed with `made_of` and the drain's length.
+
+    A change of `made_of`, of resources or environment, or of this code's version replaces them one after the other.
+    Everything else (their number, `scaling`, the drain, health checks) changes while they run.
+    """
+    from ray import serve
+
+    from cluster.versioned_config import VersionedConfig
+
+    options = actor_options(config)
     deployment = serve.deployment(
-        ServedReplica,
+        kind,
         name=DEPLOYMENT_NAME,
         **replicas_of(config),
-        ray_actor_options=actor_options(config),
+        ray_actor_options=options,
+        user_config={"drain_timeout_s": config.drain_timeout_s},
         # Requests do not come through Serve; its own limits must never bind.
         max_ongoing_requests=1,
         graceful_shutdown_wait_loop_s=0.1,
@@ -95,8 +113,17 @@ def build_app(config: PoolConfig) -> Application:
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=config.health_check_timeout_s,
         max_constructor_retry_count=config.max_start_attempts,
+        max_surge_percent=SURGE_PERCENT if may_surge(config, options) else 0,
     )
-    return deployment.bind(asdict(config.worker), asdict(config.replica), config.drain_timeout_s)
+    deployment._deployment_config = VersionedConfig.of(deployment._deployment_config, code_version(*made_of))
+    return deployment.bind(*made_of, config.drain_timeout_s)
+
+
+def may_surge(config: PoolConfig, options: dict[str, Any]) -> bool:
+    """Whether successors start beside those that they replace; with no room for them they would wait for it for good."""
+    if config.surge is not None:
+        return config.surge
+    return has_room(config.scaling.min_replicas if config.scaling else config.num_replicas, options, DEPLOYMENT_NAME)
 
 
 def with_router_addresses(replica: ReplicaConfig) -> ReplicaConfig:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from cluster.config import ReplicaConfig, from_mapping, join_address, split_address
+from cluster.config import ReplicaConfig, from_mapping
 from cluster.replica.lifecycle import State
 from cluster.replica.start_times import StartTimes
+from cluster.served_place import placed
 from cluster.tracing import configure_tracing
 from worker.config import WorkerConfig
 from worker.errors import Draining
 
-NODE_ADDRESS = "node-address"
-"""As `advertise`: the address of the node that the replica is placed on."""
 ROUTED_WITHIN_S = 10.0
 """How long a new replica waits to be known to its routers before it tells Serve that it is there.
 
@@ -42,8 +40,12 @@ class ServedReplica:
         self._drain_timeout_s = drain_timeout_s
         configure_tracing("graphpool-replica")
         worker_config, replica_config = from_mapping(WorkerConfig, worker), from_mapping(ReplicaConfig, config)
-        self._process = await ReplicaProcess.open(worker_config, placed(replica_config), times=times)
+        self._process = await ReplicaProcess.open(worker_config, await placed(replica_config), times=times)
         await self._process.server.wait_routed(ROUTED_WITHIN_S)
+
+    async def reconfigure(self, changed: Mapping[str, Any]) -> None:
+        """Take what may change while the replica runs. Serve calls it after the start, too."""
+        self._drain_timeout_s = float(changed["drain_timeout_s"])
 
     async def check_health(self) -> None:
         """Raise when the engine makes no progress although it has work, or the replica was drained by request.
@@ -60,31 +62,3 @@ class ServedReplica:
         """Take nothing new, finish what is running, then go. Serve also calls this when the start has failed."""
         if self._process is not None:
             await self._process.close(grace_s=self._drain_timeout_s)
-
-
-def placed(config: ReplicaConfig) -> ReplicaConfig:
-    """The same config for this very place: the node's address, a name that a replacement takes over, a metrics port."""
-    import ray
-    from ray import serve
-
-    context = serve.get_replica_context()
-    rank = context.rank
-    return replace(
-        config,
-        name=config.name or place_name(context.app_name, rank.rank),
-        advertise=ray.util.get_node_ip_address() if config.advertise == NODE_ADDRESS else config.advertise,
-        metrics_listen=metrics_address(config.metrics_listen, rank.local_rank),
-    )
-
-
-def metrics_address(first: str, local_rank: int) -> str:
-    """The replicas of one node take the ports from `first` on; "" and port 0 stand for themselves."""
-    if not first:
-        return ""
-    host, port = split_address("metrics_listen", first)
-    return join_address(host, port + local_rank if port else 0)
-
-
-def place_name(app_name: str, rank: int) -> str:
-    """Of the rank-th replica of an application. Routers keep one replica of a name, whatever application it is of."""
-    return f"replica-{rank}" if app_name == "graphpool" else f"{app_name}-{rank}"

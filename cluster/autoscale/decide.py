@@ -36,7 +36,8 @@ def decide(
     paid for `down_after_s` longer than they are needed.
     """
     if memory is None:
-        memory = Memory(needs=((now_s, current),), busy_s=now_s)
+        # A pool that may be empty begins with one replica, which shows that its config is good for anything.
+        memory = Memory(needs=((now_s, max(current, 1)),), busy_s=now_s)
     busy_s = now_s if demand.sequences else memory.busy_s
     needed = _bounded(replicas_needed(demand, current, memory, now_s, config), config)
     needs = _remember(memory.needs, now_s, needed, config)

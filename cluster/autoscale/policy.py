@@ -63,7 +63,11 @@ def replica_config(values: dict[str, Any]) -> ReplicaConfig:
 
 
 def autoscaling_options(scaling: ScalingConfig, replica: ReplicaConfig, model: str) -> dict[str, Any]:
-    """For a deployment: this policy, and Serve's own delays out of its way."""
+    """For a deployment: this policy, and Serve's own delays out of its way.
+
+    No number to begin with: Serve would go back to it with every change of the config. A new pool begins with the least
+    there may be, one that runs with what it has.
+    """
     kwargs = {
         "scaling": asdict(scaling),
         "replica": {"routers": list(replica.routers), "security": asdict(replica.security)},
@@ -71,7 +75,6 @@ def autoscaling_options(scaling: ScalingConfig, replica: ReplicaConfig, model: s
     }
     return {
         "min_replicas": scaling.min_replicas,
-        "initial_replicas": max(scaling.min_replicas, 1),
         "max_replicas": scaling.max_replicas,
         "upscale_delay_s": SERVE_DELAY_S,
         "downscale_delay_s": SERVE_DELAY_S,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.private_ray import PrivateRay  # first: it sets what gRPC reads when it is imported
 
 from cluster.autoscale.config import ScalingConfig  # isort: skip
 from cluster.client import AsyncGraphpoolClient
-from cluster.config import ReplicaConfig, RouterConfig
+from cluster.config import ReplicaConfig, RouterConfig, from_mapping
 from cluster.router.server import RouterServer
-from cluster.serve_app import APP_NAME, DEPLOYMENT_NAME, SERVE_LOGGING, STOP_MARGIN_S, PoolConfig, replicas_of
+from cluster.serve_app import APP_NAME, SERVE_LOGGING, PoolConfig, application_of, pool_config
 from protos import control_pb2
 
 READY = control_pb2.REPLICA_STATE_READY
@@ -22,18 +22,22 @@ READY = control_pb2.REPLICA_STATE_READY
 class ServedScript:
     """See cluster.served_replica.ServedReplica."""
 
-    async def __init__(self, config: ReplicaConfig, knobs: dict[str, Any], drain_timeout_s: float) -> None:  # type: ignore[misc]
+    async def __init__(self, config: dict[str, Any], knobs: dict[str, Any], drain_timeout_s: float) -> None:  # type: ignore[misc]
         from cluster.replica.events import EventFanout
         from cluster.replica.server import ReplicaServer
-        from cluster.served_replica import ROUTED_WITHIN_S, placed
+        from cluster.served_place import placed
+        from cluster.served_replica import ROUTED_WITHIN_S
         from tests.fakes.script_engine import ScriptEngine, ScriptKnobs
 
         self._drain_timeout_s = drain_timeout_s
         events = EventFanout()
         self._engine = ScriptEngine(events, ScriptKnobs(**knobs))
-        self._server = ReplicaServer(placed(config), self._engine, events=events)
+        self._server = ReplicaServer(await placed(from_mapping(ReplicaConfig, config)), self._engine, events=events)
         await self._server.start()
         await self._server.wait_routed(ROUTED_WITHIN_S)
+
+    async def reconfigure(self, changed: dict[str, Any]) -> None:
+        self._drain_timeout_s = float(changed["drain_timeout_s"])
 
     async def check_health(self) -> None:
         self._server.check()
@@ -63,11 +67,12 @@ class ServedPool:
         num_replicas: int = 1,
         scaling: ScalingConfig | None = None,
         drain_timeout_s: float = 20.0,
+        surge: bool | None = False,
         **knobs: Any,
     ) -> None:
         """Make the application what it is to be, without waiting for it."""
         replica = ReplicaConfig(routers=(self.router.address,), announce_period_s=0.2)
-        config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling)
+        config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling, surge=surge)
         await self.ray.call(deploy_script, config, knobs, drain_timeout_s)
 
 
@@ -75,21 +80,35 @@ def deploy_script(config: PoolConfig, knobs: dict[str, Any], drain_timeout_s: fl
     """Make the application what it is to be, without waiting for it; needs a connection to Ray."""
     from ray import serve
 
-    deployment = serve.deployment(
-        ServedScript,
-        name=DEPLOYMENT_NAME,
-        ray_actor_options={"num_cpus": 0.1},
-        max_ongoing_requests=1,
-        graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=drain_timeout_s + STOP_MARGIN_S,
-        health_check_period_s=1.0,
-        health_check_timeout_s=max(5.0, config.health_check_timeout_s),
-        **replicas_of(config),
-    )
     serve.start(proxy_location="Disabled", logging_config=SERVE_LOGGING)
-    bound = deployment.bind(config.replica, knobs, drain_timeout_s)
+    bound = scripted(replace(config, drain_timeout_s=drain_timeout_s), knobs)
     target = serve.RunTarget(bound, name=APP_NAME, route_prefix=None, logging_config=SERVE_LOGGING)
     serve.run_many([target], wait_for_applications_running=False)
+
+
+def scripted(config: PoolConfig, knobs: dict[str, Any]) -> Any:
+    """The application, with replicas that take next to nothing."""
+    config = replace(config, num_cpus=0.1, num_gpus=0, health_check_timeout_s=max(5.0, config.health_check_timeout_s))
+    return application_of(ServedScript, config, asdict(config.replica), knobs)
+
+
+def app(values: dict[str, Any]) -> Any:
+    """Application builder for Serve config files: `cluster.serve_app.app` with `knobs` in place of a worker."""
+    return scripted(pool_config({name: value for name, value in values.items() if name != "knobs"}), values["knobs"])
+
+
+def apply_config(values: dict[str, Any]) -> None:
+    """What `serve deploy` does with a file that has these values as args; needs a connection to Ray."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    application = {
+        "name": APP_NAME,
+        "route_prefix": None,
+        "import_path": "tests.fakes.served_script:app",
+        "args": values,
+    }
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
 
 
 @contextlib.asynccontextmanager

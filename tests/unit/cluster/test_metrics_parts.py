@@ -17,7 +17,7 @@ from cluster.metrics.answer_times import AnswerTimes
 from cluster.metrics.exporter import MetricsExporter
 from cluster.metrics.families import SECONDS, Histogram, plain_gauge
 from cluster.metrics.replica import ReplicaMetrics
-from cluster.served_replica import metrics_address
+from cluster.served_place import metrics_address
 from protos import generation_pb2
 from tests.fakes.scrape import fetch, scrape
 from worker.load import LoadSnapshot

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.autoscale.config import ScalingConfig
 from cluster.config import ReplicaConfig
+from cluster.deployment_version import code_version
 from cluster.serve_app import PoolConfig, actor_options, build_app, last_cause, num_gpus_of, pool_config, share_cores
+from cluster.surge import places
 from worker.config import WorkerConfig
 
 ROUTED = ReplicaConfig(routers=("127.0.0.1:50050",))
@@ -83,6 +91,96 @@ def test_the_application_asks_serve_for_quick_checks_and_a_drain() -> None:
     config = deployment._deployment_config
     assert (config.health_check_period_s, config.graceful_shutdown_wait_loop_s) == (1.0, 0.1)
     assert config.graceful_shutdown_timeout_s > 30.0
+
+
+def version_of(config: PoolConfig) -> str:
+    """What Serve's controller is told, whatever version Serve itself has chosen."""
+    deployed = build_app(config)._bound_deployment._deployment_config
+    deployed.version = "of Serve's own"
+    return str(type(deployed).__mro__[1].from_proto_bytes(deployed.to_proto_bytes()).version)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_replicas": 5},
+        {"scaling": ScalingConfig()},
+        {"model_name": "other"},
+        {"drain_timeout_s": 7.0},
+        {"surge": True},
+        {"health_check_period_s": 2.0, "health_check_timeout_s": 9.0, "max_start_attempts": 1},
+        {"worker": WorkerConfig(device="cpu"), "replica": ReplicaConfig(routers=("127.0.0.1:50050",))},
+        {"replica": replace(ROUTED, flush_interval_ms=8)},
+    ],
+)
+def test_what_replicas_are_not_made_of_leaves_them_alone(changed: dict[str, Any]) -> None:
+    config = PoolConfig(worker=WorkerConfig(device="cpu"), replica=ROUTED)
+    assert version_of(replace(config, **changed)) == version_of(config)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"worker": WorkerConfig(device="cpu", max_batch=4)},
+        {"worker": WorkerConfig(device="cpu", tiers=(8, 16, 32, 64))},
+        {"replica": ReplicaConfig(routers=("127.0.0.1:50051",))},
+        {"replica": replace(ROUTED, flush_interval_ms=8.5)},
+    ],
+)
+def test_what_replicas_are_made_of_replaces_them(changed: dict[str, Any]) -> None:
+    config = PoolConfig(worker=WorkerConfig(device="cpu"), replica=ROUTED)
+    assert version_of(replace(config, **changed)) != version_of(config)
+
+
+def test_another_release_replaces_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code_version({"a": 1})
+    monkeypatch.setattr("cluster.deployment_version.version", lambda: "9.9.9")
+    assert code_version({"a": 1}) != before
+
+
+def test_every_process_makes_the_same_version_of_the_same_config() -> None:
+    script = (
+        "from cluster.deployment_version import code_version; from worker.config import WorkerConfig; from pathlib import Path;"
+        "print(code_version(WorkerConfig(tiers=(8, 16, 32, 64), cache_dir=Path('/x')), dict(b=1.0, a=[None, 'x'])))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**environment, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    worker = WorkerConfig(tiers=(8, 16, 32, 64), cache_dir=Path("/x"))
+    assert found == {code_version(worker, {"a": (None, "x"), "b": 1}) + "\n"}
+
+
+def test_the_version_refuses_what_has_no_fixed_form() -> None:
+    with pytest.raises(TypeError):
+        code_version({"names": {"a", "b"}})
+
+
+@pytest.mark.parametrize(("surge", "percent"), [(True, 20), (False, 0), (None, 0)])
+def test_successors_start_first_where_that_is_asked_for_or_there_is_room(surge: bool | None, percent: int) -> None:
+    config = build_app(PoolConfig(replica=ROUTED, surge=surge))._bound_deployment._deployment_config
+    assert config.max_surge_percent == percent
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "count"),
+    [
+        ([{"CPU": 8.0, "GPU": 2.0}, {"CPU": 0.0, "GPU": 4.0}, {"CPU": 3.0}], {"num_cpus": 2, "num_gpus": 1}, 2),
+        ([{"CPU": 1.0, "GPU": 1.0}], {"num_cpus": 0, "num_gpus": 0.5}, 2),
+        ([{"CPU": 0.3}], {"num_cpus": 0.1, "num_gpus": 0}, 3),
+        ([], {"num_cpus": 1, "num_gpus": 0}, 0),
+        ([], {"num_cpus": 0, "num_gpus": 0}, float("inf")),
+    ],
+)
+def test_places_are_counted_node_by_node(free: list[dict[str, float]], options: dict[str, Any], count: float) -> None:
+    assert places(free, options) == count
 
 
 def test_configs_travel_to_other_processes() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import socket
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,8 +19,10 @@ from cluster.replica.start_times import StartTimes
 from cluster.replica_process import ReplicaProcess
 from cluster.security.config import SecurityConfig
 from cluster.serve_app import PoolConfig, build_app, router_address, with_router_addresses
-from cluster.served_replica import ServedReplica, place_name
+from cluster.served_place import free_metrics_address, free_name, names_in_use, place_name
+from cluster.served_replica import ServedReplica
 from tests.fakes.script_engine import ScriptEngine, ScriptKnobs
+from tests.fakes.script_pool import script_pool
 from worker.config import WorkerConfig
 from worker.errors import Draining
 
@@ -50,6 +54,47 @@ def test_replicas_of_two_applications_do_not_take_each_others_names() -> None:
     assert place_name("llama", 0) == "llama-0"
 
 
+@pytest.mark.parametrize(
+    ("rank", "in_use", "name"),
+    [
+        (0, (), "replica-0"),
+        (2, ("replica-0", "replica-1", "llama-2"), "replica-2"),
+        (1, ("replica-1",), "replica-0"),
+        (2, ("replica-0", "replica-2"), "replica-1"),
+        (0, ("replica-0", "replica-1"), "replica-2"),
+        (2, ("replica-2", "replica-3"), "replica-0"),
+        (3, ("replica-2", "replica-3"), "replica-1"),
+        (5, ("replica-4", "replica-5", "x"), "replica-1"),
+    ],
+)
+def test_a_new_replica_takes_no_name_from_one_that_runs(rank: int, in_use: tuple[str, ...], name: str) -> None:
+    assert free_name("graphpool", rank, in_use) == name
+
+
+def test_replicas_that_start_together_never_choose_the_same_name() -> None:
+    in_use = [place_name("llama", number) for number in (2, 3, 5)]
+    names = [free_name("llama", rank, in_use) for rank in (3, 4, 5, 6)]
+    assert len({*names, *in_use}) == len(names) + len(in_use)
+
+
+async def test_names_are_asked_of_the_routers_and_a_silent_one_is_passed_over() -> None:
+    async with script_pool(2) as pool:
+        names = {one.replica for one in pool.router.pool.loads()}
+        config = ReplicaConfig(routers=("127.0.0.1:9", pool.router.address))
+        assert len(names) == 2
+        assert await names_in_use(config) == names
+
+
+def test_a_metrics_port_that_has_a_listener_is_left_to_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        found = free_metrics_address(address, 0)
+        assert found != address
+        assert found.startswith("127.0.0.1:")
+    assert free_metrics_address(address, 0) == address
+    assert (free_metrics_address("", 3), free_metrics_address("127.0.0.1:0", 3)) == ("", "127.0.0.1:0")
+
+
 def test_configs_reach_a_replica_by_the_names_of_their_fields() -> None:
     worker = WorkerConfig(device="cpu", tiers=(8, 16, 32, 64), cache_dir=Path("/tmp/x"))
     security = SecurityConfig(tokens="/etc/tokens.yaml")
@@ -69,6 +114,20 @@ async def test_a_config_of_another_version_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="ReplicaConfig has no 'prot'"):
         await served.__init__(asdict(WorkerConfig()), {**asdict(ReplicaConfig()), "prot": 1}, 1.0)  # type: ignore[misc]
     await served.__del__()  # which Serve awaits after a failed start, too
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .ServedReplica.__del__. was never awaited")  # Serve awaits it
+async def test_the_time_to_drain_changes_while_a_replica_runs() -> None:
+    served = ServedReplica.__new__(ServedReplica)
+    graces: list[float] = []
+
+    async def close(*, grace_s: float) -> None:
+        graces.append(grace_s)
+
+    served._process = SimpleNamespace(close=close)  # type: ignore[assignment]
+    await served.reconfigure({"drain_timeout_s": 30})
+    await served.__del__()
+    assert graces == [30.0]
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .ServedReplica.__del__. was never awaited")  # Serve awaits it
