@@ -250,6 +250,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=int, default=24)
     parser.add_argument("--flush-ms", type=float, default=8.0)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument(
+        "--starts-only", action="store_true", help="two starts; writes bench/results/replica_start.json"
+    )
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--route", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -257,14 +260,15 @@ def parse() -> argparse.Namespace:
 
 async def run(options: argparse.Namespace) -> None:
     options.port = free_port()
-    results = Results(bench="replica_grpc", hardware=hardware(options.device))
+    bench = "replica_start" if options.starts_only else "replica_grpc"
+    results = Results(bench=bench, hardware=hardware(options.device))
     with tempfile.TemporaryDirectory() as folder:
         config, cache = write_config(options.model, Path(folder)), Path(folder) / "kernels"
         for note in ("kernels to be built", "kernels built before"):
             started = time.perf_counter()
             with replica(options, config, cache) as process:
                 await measure_start(options, results, started, process, note)
-                if note == "kernels built before":
+                if note == "kernels built before" and not options.starts_only:
                     await measure(options, results, options.port, "direct")
                     with router(options) as (port, front):
                         await first_answer(port, time.perf_counter(), front)

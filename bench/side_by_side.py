@@ -107,7 +107,7 @@ def read(command: list[str], changes: dict[str, str]) -> Found:
 
 def by_itself(system: str, name: str, folder: Path) -> Found:
     """The same function in a process of its own."""
-    return read([sys.executable, "-m", "bench.side_by_side", "--only", system, "--models", name, str(folder)], {})
+    return read([sys.executable, "-m", "bench.side_by_side", str(folder), "--only", system, "--models", name], {})
 
 
 def compare(name: str, folder: Path, site: Path | None, results: Results) -> None:

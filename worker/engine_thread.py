@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.25
+FIRST_REQUEST_S = 2.0
+"""How long a worker that has just started leaves preparation for the first request, which a router sends at once."""
 JOIN_S = 30.0
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 10.0
 """Bounds of when to come back to a full queue."""
@@ -50,6 +52,8 @@ class EngineThread:
         self._is_draining = False
         self._is_stopping = False
         self._is_prepared = False
+        self._waits_until_s = time.monotonic() + FIRST_REQUEST_S
+        """The first request goes before any preparation until then, or until it is answered."""
         self._prepared_s = 0.0
         self._preparing_took_s = 0.0
         self._death: BaseException | None = None
@@ -131,6 +135,7 @@ class EngineThread:
         since_s = started_s - self._prepared_s
         if (
             self._is_prepared
+            or self._waits_for_first(started_s)
             or self._engine.is_trying
             or not may_prepare(has_work=self._engine.has_work, since_last_s=since_s, last_took_s=self._preparing_took_s)
         ):
@@ -144,11 +149,17 @@ class EngineThread:
         self._prepared_s = time.monotonic()
         self._preparing_took_s = self._prepared_s - started_s
 
+    def _waits_for_first(self, now_s: float) -> bool:
+        """A piece of preparation may take seconds, and whoever waits for a new worker waits for its first answer."""
+        if self._engine.meter.steps and not self._engine.has_work:
+            self._waits_until_s = 0.0
+        return now_s < self._waits_until_s
+
     def _take_commands(self) -> list[EngineEvent]:
         """Everything queued; with nothing to do, waits for the next command."""
         events: list[EngineEvent] = []
         try:
-            if not self._engine.has_work and self._is_prepared:
+            if not self._engine.has_work and (self._is_prepared or self._waits_for_first(time.monotonic())):
                 events += self._commands.get(timeout=IDLE_WAIT_S)()
             while True:
                 events += self._commands.get_nowait()()

@@ -12,7 +12,7 @@ from worker.graphs.key import GraphKey
 from worker.kernels.build_ahead import build_ahead
 from worker.model.shortened import shortened
 
-GROUP = 8
+GROUP = 4
 """Keys of one piece: enough kernels for several cores, and so few that rows that run do not wait for long."""
 
 

@@ -32,6 +32,12 @@ def test_a_row_of_any_length_in_a_short_tier(name: str, length: int) -> None:
     check(name, (length,), 16, torch.bfloat16, way="vector")
 
 
+@pytest.mark.parametrize("length", [1, 128, 255, 256, 257, 400, 509])
+@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.2-1b"])
+def test_a_row_of_any_length_in_the_next_tier(name: str, length: int) -> None:
+    check(name, (length,), 32, torch.bfloat16, way="vector")
+
+
 def test_a_row_of_a_short_tier_in_float16() -> None:
     check("qwen2.5-1.5b", (200,), 16, torch.float16, way="vector")
 

@@ -32,19 +32,27 @@ class ShortPlan:
         return self.num_warps * self.share * self.num_tiles
 
 
-PLANS: dict[tuple[int, int, int], ShortPlan] = {
-    (9, 3, 64): ShortPlan(num_warps=4, share=32, num_tiles=2, eager=True, projection=Tile(2, 1, 256, 1)),
-    (32, 8, 64): ShortPlan(num_warps=4, share=32, num_tiles=2, eager=True),
-    (12, 2, 128): ShortPlan(num_warps=8, share=32, num_tiles=1, eager=False, projection=Tile(2, 1, 256, 1)),
-    (32, 32, 128): ShortPlan(num_warps=8, share=32, num_tiles=1, eager=True),
+_PROJECTION = Tile(2, 1, 256, 1)
+
+PLANS: dict[tuple[int, int, int], tuple[ShortPlan, ...]] = {
+    (9, 3, 64): (
+        ShortPlan(num_warps=4, share=32, num_tiles=2, eager=False, projection=_PROJECTION),
+        ShortPlan(num_warps=8, share=32, num_tiles=2, eager=False, projection=_PROJECTION),
+    ),
+    (32, 8, 64): (
+        ShortPlan(num_warps=4, share=32, num_tiles=2, eager=False),
+        ShortPlan(num_warps=8, share=16, num_tiles=4, eager=False),
+    ),
+    (12, 2, 128): (ShortPlan(num_warps=8, share=32, num_tiles=1, eager=False, projection=_PROJECTION),),
+    (32, 32, 128): (ShortPlan(num_warps=8, share=32, num_tiles=1, eager=True),),
 }
-"""Measured on an H200: (query heads, KV heads, numbers of a head) -> plan."""
+"""Measured on an H200: (query heads, KV heads, numbers of a head) -> plans, for ever wider tiers."""
 
 
 def short_plan(num_heads: int, num_kv_heads: int, head_dim: int, *, width: int) -> ShortPlan | None:
     """The plan for one row of a tier of `width` tokens; None where programs had better share its tokens."""
-    plan = PLANS.get((num_heads, num_kv_heads, head_dim))
-    return plan if plan is not None and width <= plan.max_width else None
+    plans = PLANS.get((num_heads, num_kv_heads, head_dim), ())
+    return next((plan for plan in plans if width <= plan.max_width), None)
 
 
 def candidates(head_dim: int, width: int) -> list[ShortPlan]:
