@@ -63,6 +63,8 @@ class PoolConfig:
         for name in ("drain_timeout_s", "health_check_period_s", "health_check_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be positive")
+        if self.surge not in (None, True, False):
+            raise ValueError(f"surge is {self.surge!r:.60}, must be true, false or null")
         if not self.replica.routers:
             raise ValueError("replica.routers is empty, must name a router: nobody else would find the replicas")
 

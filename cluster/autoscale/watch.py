@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import grpc
@@ -23,7 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class RouterWatch:
-    """The newest report of each router. Whoever reads it never waits: the thread does."""
+    """The newest report of each router. Whoever reads it never waits: the thread does, for as long as there is a reader.
+
+    Nobody tells a policy of Serve that another has taken its place, so the thread ends once this object is gone.
+    """
 
     def __init__(
         self,
@@ -33,13 +37,12 @@ class RouterWatch:
         keepalive: Keepalive | None = None,
         security: SecurityConfig | None = None,
     ) -> None:
-        self._routers = tuple(routers)
         self._period_s = period_s
-        self._keepalive = keepalive or Keepalive()
-        self._security = security
-        self._reports: dict[str, tuple[float, control_pb2.GetLoadsResponse]] = {}
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="router-watch", daemon=True)
-        self._thread.start()
+        calls = _Calls(tuple(routers), period_s, keepalive or Keepalive(), security)
+        self._reports = calls.reports
+        weakref.finalize(self, calls.is_over.set)
+        self.thread = threading.Thread(target=lambda: asyncio.run(calls.run()), name="router-watch", daemon=True)
+        self.thread.start()
 
     @property
     def reports(self) -> list[control_pb2.GetLoadsResponse]:
@@ -47,17 +50,31 @@ class RouterWatch:
         limit_s = time.monotonic() - max(STALE_S, 3 * self._period_s)
         return [report for when_s, report in list(self._reports.values()) if when_s >= limit_s]
 
-    async def _run(self) -> None:
+
+class _Calls:
+    """What the thread does. It knows nothing of the watch."""
+
+    def __init__(
+        self, routers: tuple[str, ...], period_s: float, keepalive: Keepalive, security: SecurityConfig | None
+    ) -> None:
+        self.reports: dict[str, tuple[float, control_pb2.GetLoadsResponse]] = {}
+        self.is_over = threading.Event()
+        self._routers = routers
+        self._period_s = period_s
+        self._keepalive = keepalive
+        self._security = security
+
+    async def run(self) -> None:
         await asyncio.gather(*(self._watch(router) for router in self._routers))
 
     async def _watch(self, router: str) -> None:
         async with open_link_channel(router, self._keepalive, self._security, peer=ROUTER_NAME) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
-            while True:
+            while not self.is_over.is_set():
                 try:
                     report = await stub.GetLoads(control_pb2.GetLoadsRequest(), timeout=CALL_TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
                     log.debug("router %s does not report: %s", router, error.code())
                 else:
-                    self._reports[router] = (time.monotonic(), report)
+                    self.reports[router] = (time.monotonic(), report)
                 await asyncio.sleep(self._period_s)

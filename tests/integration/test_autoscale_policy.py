@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import grpc
@@ -20,6 +22,10 @@ from tests.fakes.waiting import until
 def policy_for(address: str, **scaling: object) -> RouterLoadPolicy:
     values = {"decide_every_s": 0.2, "down_after_s": 1.0, "to_zero_after_s": 1.0, "max_replicas": 4, **scaling}
     return RouterLoadPolicy(values, {"routers": [address]}, "")
+
+
+def _is_heard(policy: RouterLoadPolicy) -> bool:
+    return bool(policy._watch.reports)
 
 
 def wanted(policy: RouterLoadPolicy, current: int) -> int:
@@ -40,6 +46,24 @@ async def test_without_a_router_that_answers_nothing_changes() -> None:
     policy = policy_for("127.0.0.1:9")
     await asyncio.sleep(0.5)
     assert [wanted(policy, current) for current in (0, 2, 5)] == [0, 2, 5]
+
+
+async def test_a_policy_that_another_has_replaced_asks_no_more() -> None:
+    async with script_pool(1) as pool:
+        policy = policy_for(pool.router.address)
+        thread = policy._watch.thread
+        await until(partial(_is_heard, policy), 5)
+        assert thread.is_alive()
+        del policy
+        gc.collect()
+        await until(lambda: not thread.is_alive(), 5)
+
+
+async def test_a_pool_that_may_be_empty_begins_with_one_replica() -> None:
+    async with script_pool(0) as pool:
+        policy = policy_for(pool.router.address, min_replicas=0)
+        await until(lambda: wanted(policy, 0) == 1, 5)
+        await until(lambda: wanted(policy, 1) == 0, 5)
 
 
 async def test_a_request_without_a_replica_is_held_counted_and_answered_once_one_comes() -> None:

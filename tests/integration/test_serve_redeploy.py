@@ -129,16 +129,21 @@ async def test_with_room_for_it_a_successor_is_ready_before_the_old_one_goes(poo
 
 
 async def test_a_replica_that_comes_later_takes_no_name_from_one_that_runs(pool: ServedPool) -> None:
-    first = await deployed(pool, 2)
-    clients = Clients(pool, 4)
-    await pool.deploy(num_replicas=2, **KNOBS, max_waiting=100)
-    await until(partial(is_whole, pool, 2, first), 90)
-    await asyncio.sleep(SETTLED_S)
+    first = await deployed(pool, 1, surge=True)
+    clients = Clients(pool, 2)
+    await pool.deploy(surge=True, **KNOBS, max_waiting=100)
+    await until(partial(is_whole, pool, 1, first), 60)
+    (name,) = pool.ready
     second = incarnations(pool)
-    await pool.deploy(num_replicas=4, **KNOBS, max_waiting=100)
-    await until(lambda: len(pool.ready) == 4, 60)
+    assert name == "replica-1", "its rank was that, beside the old one; now it has the old one's"
+    await asyncio.sleep(SETTLED_S)
+
+    await pool.deploy(num_replicas=2, surge=True, **KNOBS, max_waiting=100)
+    await until(lambda: len(pool.ready) == 2, 60)
     assert second < incarnations(pool)
+    assert set(pool.ready) == {"replica-0", "replica-1"}
     await clients.end()
+    assert clients.least_ready == 1
 
 
 async def test_a_config_file_is_applied_as_a_program_does(pool: ServedPool) -> None:

@@ -77,6 +77,7 @@ def test_plain_values_become_a_config() -> None:
         ({"replica": {"routers": ["a:1"], "prot": 1}}, "prot"),
         ({"replica": {"routers": ["a:1"]}, "num_replicas": 0}, "num_replicas"),
         ({"replica": {"routers": ["a:1"]}, "drain_timeout_s": 0.0}, "drain_timeout_s"),
+        ({"replica": {"routers": ["a:1"]}, "surge": "no"}, "surge"),
         ({}, "routers"),
     ],
 )
@@ -95,9 +96,11 @@ def test_the_application_asks_serve_for_quick_checks_and_a_drain() -> None:
 
 def version_of(config: PoolConfig) -> str:
     """What Serve's controller is told, whatever version Serve itself has chosen."""
+    from ray.serve._private.config import DeploymentConfig
+
     deployed = build_app(config)._bound_deployment._deployment_config
     deployed.version = "of Serve's own"
-    return str(type(deployed).__mro__[1].from_proto_bytes(deployed.to_proto_bytes()).version)
+    return str(DeploymentConfig.from_proto_bytes(deployed.to_proto_bytes()).version)
 
 
 @pytest.mark.parametrize(
