@@ -109,7 +109,7 @@ def side_by_side(document: Document) -> str:
 
 
 def replica_grpc(document: Document) -> str:
-    """What a client sees, of a replica itself and through a router: one line for each batch; then start-up."""
+    """What a client sees, of a replica itself and through a router: one line for each batch; then first tokens alone."""
     rows = document["rows"]
     ways = list(dict.fromkeys(row["note"] for row in rows if row["metric"] == "decode_step_ms"))
     values = {(row["metric"], row.get("batch"), row.get("context"), row.get("note")): row for row in rows}
@@ -125,16 +125,18 @@ def replica_grpc(document: Document) -> str:
         for row in rows
         if row["metric"] == "ttft_ms"
     ]
-    starts = [
-        f"{row['metric'].replace('_', ' ').removesuffix(' s')}{_noted(row)}: {shown(row['value'])} s"
-        for row in rows
-        if row["unit"] == "s"
+    return f"{markdown(['streams', *titles], body, numbers=len(titles))}\n\n{'; '.join(firsts)}."
+
+
+def replica_start(document: Document) -> str:
+    """Seconds from the start of a process: kernels to be built, or built before."""
+    found = {(row["note"], row["metric"]): row for row in document["rows"]}
+    metrics = {"start_to_first_token_s": "first token, s", "start_to_all_graphs_s": "all graphs, s"}
+    body = [
+        [note, *(value_of(found.get((note, metric))) for metric in metrics)]
+        for note in dict.fromkeys(row["note"] for row in document["rows"])
     ]
-    return f"{markdown(['streams', *titles], body, numbers=len(titles))}\n\n{'; '.join([*firsts, *starts])}."
-
-
-def _noted(row: Document) -> str:
-    return f", {row['note']}" if "note" in row else ""
+    return markdown(["", *metrics.values()], body, numbers=len(metrics))
 
 
 def engine_speed(document: Document) -> str:
@@ -304,6 +306,7 @@ _TABLES: dict[str, Callable[[Document], str]] = {
     "graph_keys": graph_keys,
     "graph_vs_eager": graph_vs_eager,
     "replica_grpc": replica_grpc,
+    "replica_start": replica_start,
     "side_by_side": side_by_side,
     "engine_speed": engine_speed,
     "graph_ordering": ratios,

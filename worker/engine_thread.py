@@ -23,6 +23,7 @@ LOAD_INTERVAL_S = 0.05
 IDLE_WAIT_S = 0.25
 FIRST_REQUEST_S = 2.0
 """How long a worker that has just started leaves preparation for the first request, which a router sends at once."""
+LEAVING_S = 0.2
 JOIN_S = 30.0
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 10.0
 """Bounds of when to come back to a full queue."""
@@ -150,9 +151,12 @@ class EngineThread:
         self._preparing_took_s = self._prepared_s - started_s
 
     def _waits_for_first(self, now_s: float) -> bool:
-        """A piece of preparation may take seconds, and whoever waits for a new worker waits for its first answer."""
+        """A piece of preparation may take seconds, and whoever waits for a new worker waits for its first answer.
+
+        That has to leave first, too: building kernels keeps other threads from running.
+        """
         if self._engine.meter.steps and not self._engine.has_work:
-            self._waits_until_s = 0.0
+            self._waits_until_s = min(self._waits_until_s, now_s + LEAVING_S)
         return now_s < self._waits_until_s
 
     def _take_commands(self) -> list[EngineEvent]:

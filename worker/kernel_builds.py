@@ -9,11 +9,13 @@ from functools import partial
 
 from worker.graph_regions import FRESH, GraphRegions
 from worker.graphs.key import GraphKey
-from worker.kernels.build_ahead import build_ahead
+from worker.kernels.build_ahead import MAX_THREADS, build_ahead
 from worker.model.shortened import shortened
 
 GROUP = 4
-"""Keys of one piece: enough kernels for several cores, and so few that rows that run do not wait for long."""
+"""Keys of one piece: so few that rows that run do not wait for long."""
+THREADS = 3
+"""That build a piece: more would not be faster, and keep the thread that sends answers from running."""
 
 
 class KernelBuilds:
@@ -40,10 +42,10 @@ class KernelBuilds:
         """Build one more piece, in the order given; how many kernels. None when nothing is left."""
         if not self._waiting:
             return None
-        return self._build([self._waiting.popleft() for _ in range(min(GROUP, len(self._waiting)))])
+        return self._build([self._waiting.popleft() for _ in range(min(GROUP, len(self._waiting)))], THREADS)
 
-    def _build(self, keys: Iterable[GraphKey]) -> int:
-        return build_ahead(partial(self._regions.go_through, key) for key in keys)
+    def _build(self, keys: Iterable[GraphKey], max_threads: int = MAX_THREADS) -> int:
+        return build_ahead((partial(self._regions.go_through, key) for key in keys), max_threads=max_threads)
 
 
 def _smallest(keys: Iterable[GraphKey], phase: str) -> GraphKey | None:

@@ -21,7 +21,7 @@ from worker.kernels.device import has_triton
 log = logging.getLogger(__name__)
 
 MAX_THREADS = 16
-"""The compiler's passes and the assembler leave the interpreter's lock alone; what is left of each kernel does not."""
+"""The assembler is a process of its own; most of what comes before it holds the interpreter's lock."""
 
 
 def can_build_ahead() -> bool:
@@ -37,7 +37,7 @@ def can_build_ahead() -> bool:
     return not triton.knobs.runtime.interpret
 
 
-def build_ahead(steps: Iterable[Callable[[], object]]) -> int:
+def build_ahead(steps: Iterable[Callable[[], object]], *, max_threads: int = MAX_THREADS) -> int:
     """Go through each step without running anything, and build what it would launch; returns how many kernels that were.
 
     In a step, operators give tensors of the right shape with nothing in them, and launches launch nothing: it must not
@@ -46,7 +46,7 @@ def build_ahead(steps: Iterable[Callable[[], object]]) -> int:
     """
     from triton.runtime._async_compile import AsyncCompileMode
 
-    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    num_threads = min(max_threads, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="build") as threads:
         mode = AsyncCompileMode(threads, ignore_errors=True)
         try:

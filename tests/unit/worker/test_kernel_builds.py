@@ -27,7 +27,8 @@ OTHERS = [
 def gone_through(monkeypatch: pytest.MonkeyPatch) -> list[GraphKey]:
     seen: list[GraphKey] = []
 
-    def build_ahead(steps: Iterable[Callable[[], object]]) -> int:
+    def build_ahead(steps: Iterable[Callable[[], object]], *, max_threads: int) -> int:
+        assert max_threads > 0
         before = len(seen)
         for step in steps:
             step()
