@@ -6,8 +6,11 @@ import dataclasses
 import ipaddress
 import math
 import re
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar
 
 from cluster.security.config import ClientSecurity, SecurityConfig
@@ -24,6 +27,9 @@ MAX_STREAMS = 1_000_000
 _NAME = re.compile(r"[!-~]{1,128}")
 _HOST = re.compile(r"[!-.0-9;-?A-~]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[!-~]+)?")
 """A name or an IPv4 address, without the marks of a URL; or an IPv6 address."""
+
+MAX_TIMEOUT_S = 1e6
+"""Longest deadline of a call: gRPC turns one that is past its clock's end into one that is over."""
 
 T = TypeVar("T")
 
@@ -220,6 +226,7 @@ class ClientConfig:
     def __post_init__(self) -> None:
         if self.timeout_s is not None:
             _positive(self, "timeout_s")
+            _at_most(self, "timeout_s", MAX_TIMEOUT_S)
         if self.criticality not in CRITICALITIES:
             raise ValueError(f"criticality {self.criticality!r:.60} is not one of {', '.join(CRITICALITIES)}")
         if not 1 <= self.max_attempts <= 5:
@@ -228,12 +235,19 @@ class ClientConfig:
 
 
 def from_mapping(config: type[T], values: Mapping[str, Any]) -> T:
-    """Build a config from plain values, such as a file's: unknown keys are refused, lists become tuples."""
+    """Build a config from plain values, such as a file's: unknown keys are refused, lists become tuples.
+
+    Raises ValueError naming what is no field of it, or has another type than its field.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{config.__name__} is {values!r:.60}, must be a mapping")
     names = {entry.name for entry in dataclasses.fields(config)}  # type: ignore[arg-type]
-    unknown = sorted(values.keys() - names)
+    unknown = sorted(map(str, values.keys() - names))
     if unknown:
         raise ValueError(f"{config.__name__} has no {', '.join(map(repr, unknown))}; it has {', '.join(sorted(names))}")
-    return config(**{name: _plain(name, value) for name, value in values.items()})
+    plain = {name: _plain(name, value) for name, value in values.items()}
+    _check_types(config, plain)
+    return config(**plain)
 
 
 def check_listen(name: str, address: str, *, insecure: bool) -> None:
@@ -287,10 +301,32 @@ def is_loopback(host: str) -> bool:
 
 
 def _plain(name: str, value: Any) -> Any:
+    if name == "cache_dir" and isinstance(value, str):
+        return Path(value)
     nested: dict[str, type[Any]] = {"keepalive": Keepalive, "security": SecurityConfig}
     if name in nested and isinstance(value, Mapping):
         return from_mapping(nested[name], value)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _check_types(config: type[Any], values: Mapping[str, Any]) -> None:
+    """Refuse a value of another type than its field: a file or a command line may hold anything."""
+    hints = typing.get_type_hints(config)
+    for name, value in values.items():
+        kinds = typing.get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
+        if not any(_is_of(kind, value) for kind in kinds):
+            raise ValueError(f"{name} is {value!r:.60}, must be {getattr(hints[name], '__name__', hints[name])}")
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Choices and lists of other things than names are left to the class itself."""
+    if kind is float:
+        return type(value) in (int, float)
+    if typing.get_origin(kind) is tuple and str in typing.get_args(kind):
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if not isinstance(kind, type) or typing.get_origin(kind) is not None:
+        return True
+    return type(value) is kind if kind in (int, bool) else isinstance(value, kind)
 
 
 def _positive(config: object, *names: str) -> None:
@@ -307,7 +343,7 @@ def _not_negative(config: object, *names: str) -> None:
             raise ValueError(f"{name} {value} is negative or not a number")
 
 
-def _at_most(config: object, name: str, limit: int) -> None:
+def _at_most(config: object, name: str, limit: float) -> None:
     value = getattr(config, name)
     if value > limit:
         raise ValueError(f"{name} {value} is over {limit}")

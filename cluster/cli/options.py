@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from cluster.config import MAX_TIMEOUT_S
+
 MODEL, SHAPES, ENGINE, NETWORK, SAMPLING = "Model", "Shapes", "Engine", "Network", "Sampling"
 DEFAULT_PORT = 50050
-MAX_TIMEOUT_S = 1e6
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 

@@ -73,6 +73,11 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--set {setting}: expected NAME=VALUE")
         if name not in names:
             raise ValueError(f"--set {setting}: there is no {name!r}; there are {', '.join(names)}")
-        value = text if name == "model" else yaml.safe_load(text)
+        try:
+            value = text if name == "model" else yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ValueError(f"--set {setting}: the value cannot be read as YAML") from None
+        if name == "cache_dir" and isinstance(value, str):
+            value = Path(value)
         found[name] = tuple(value) if isinstance(value, list) else value
     return found

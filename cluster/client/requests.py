@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from cluster.codec import sampling_to_proto
+from cluster.config import MAX_TIMEOUT_S
 from protos import generation_pb2
 from worker.errors import InvalidRequest
 
@@ -51,10 +52,13 @@ def generate_request(
 ) -> generation_pb2.GenerateRequest:
     """Raises InvalidRequest for values no message can hold; everything else is the server's to judge."""
     request = generation_pb2.GenerateRequest(
-        request_id=request_id, model=model, sampling=sampling_to_proto(sampling), **_given(cache)
+        request_id=_unicode("request_id", request_id),
+        model=_unicode("model", model),
+        sampling=sampling_to_proto(sampling),
+        **_given(cache),
     )
     if isinstance(prompt, str):
-        request.text = _text(prompt)
+        request.text = _unicode("text", prompt)
     else:
         request.token_ids.CopyFrom(_token_ids(prompt))
     return request
@@ -70,8 +74,8 @@ def chat_request(
 ) -> generation_pb2.ChatRequest:
     """Raises InvalidRequest for values no message can hold."""
     return generation_pb2.ChatRequest(
-        request_id=request_id,
-        model=model,
+        request_id=_unicode("request_id", request_id),
+        model=_unicode("model", model),
         messages=_chat_messages(messages),
         sampling=sampling_to_proto(sampling),
         **_given(cache),
@@ -82,12 +86,12 @@ def tokenize_request(
     text: str | None, messages: Iterable[Message] | None, *, model: str, add_special_tokens: bool
 ) -> generation_pb2.TokenizeRequest:
     """Of a conversation if there is one, else of a text."""
-    request = generation_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+    request = generation_pb2.TokenizeRequest(model=_unicode("model", model), add_special_tokens=add_special_tokens)
     if messages is not None:
         request.messages.messages.extend(_chat_messages(messages))
         request.messages.SetInParent()
     elif text is not None:
-        request.text = _text(text)
+        request.text = _unicode("text", text)
     return request
 
 
@@ -96,7 +100,9 @@ def detokenize_request(
 ) -> generation_pb2.DetokenizeRequest:
     """Raises InvalidRequest for what is no id at all."""
     return generation_pb2.DetokenizeRequest(
-        model=model, token_ids=_token_ids(token_ids).ids, skip_special_tokens=skip_special_tokens
+        model=_unicode("model", model),
+        token_ids=_token_ids(token_ids).ids,
+        skip_special_tokens=skip_special_tokens,
     )
 
 
@@ -116,12 +122,22 @@ def _chat_messages(messages: Iterable[Message]) -> list[generation_pb2.ChatMessa
     return [_chat_message(position, message) for position, message in enumerate(messages)]
 
 
-def _text(text: str) -> str:
-    """Raises InvalidRequest for half of a surrogate pair, which an argument that is not UTF-8 is made of."""
-    return _unicode("text", text)
+def check_timeout(timeout_s: float | None) -> float | None:
+    """The same number of seconds; one that has passed is left to the server. Raises InvalidRequest for what is none.
+
+    gRPC would take a time past its clock's end for one that is over.
+    """
+    if timeout_s is None or (type(timeout_s) in (int, float) and timeout_s <= MAX_TIMEOUT_S):
+        return timeout_s
+    raise InvalidRequest(
+        "timeout_s", f"{timeout_s!r:.40} is no time of at most {MAX_TIMEOUT_S:g} s; None waits for ever"
+    )
 
 
 def _unicode(field: str, text: str) -> str:
+    """Raises InvalidRequest for half of a surrogate pair, which an argument that is not UTF-8 is made of."""
+    if not isinstance(text, str):
+        raise InvalidRequest(field, f"cannot be {type(text).__name__}")
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise InvalidRequest(field, "is not valid Unicode text")
     return text

@@ -20,6 +20,7 @@ from cluster.client.requests import (
     Prompt,
     SamplingOptions,
     chat_request,
+    check_timeout,
     detokenize_request,
     generate_request,
     tokenize_request,
@@ -265,4 +266,4 @@ class GraphpoolClient:
         return Failover(len(self._endpoints.all), self._config, self._timeout(timeout_s))
 
     def _timeout(self, timeout_s: float | None) -> float | None:
-        return self._config.timeout_s if timeout_s is None else timeout_s
+        return self._config.timeout_s if timeout_s is None else check_timeout(timeout_s)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -141,3 +142,27 @@ def test_the_text_of_an_answer_is_that_of_its_first_choice() -> None:
     answer = answer_of(pb.GenerateResponse(choices=choices))
     assert answer.text == "a"
     assert answer_of(pb.GenerateResponse()).text == ""
+
+
+@pytest.mark.parametrize("value", [5, None, b"x", "\ud800"])
+@pytest.mark.parametrize("name", ["request_id", "model"])
+def test_a_name_that_is_no_text_is_refused_by_its_field(name: str, value: Any) -> None:
+    names: dict[str, Any] = {"request_id": "", "model": "", name: value}
+    with pytest.raises(InvalidRequest, match=rf"^{name}: "):
+        generate_request("x", sampling={}, **names)
+    with pytest.raises(InvalidRequest, match=rf"^{name}: "):
+        chat_request([("user", "x")], sampling={}, **names)
+    if name == "model":
+        with pytest.raises(InvalidRequest, match=r"^model: "):
+            tokenize_request("x", None, model=value, add_special_tokens=True)
+        with pytest.raises(InvalidRequest, match=r"^model: "):
+            detokenize_request([1], model=value, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("timeout_s", [math.nan, math.inf, 1e18, "5", True])
+async def test_a_time_that_grpc_would_take_for_over_is_refused_by_its_field(timeout_s: Any) -> None:
+    with client.GraphpoolClient("127.0.0.1:9") as blocking, pytest.raises(InvalidRequest, match=r"^timeout_s: "):
+        blocking.generate("x", timeout_s=timeout_s)
+    async with client.AsyncGraphpoolClient("127.0.0.1:9") as asynchronous:
+        with pytest.raises(InvalidRequest, match=r"^timeout_s: "):
+            await asynchronous.generate("x", timeout_s=timeout_s)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.autoscale.config import ScalingConfig
 from cluster.config import (
     ClientConfig,
     Keepalive,
@@ -16,6 +19,7 @@ from cluster.config import (
     split_address,
 )
 from cluster.transport import client_options
+from worker.config import WorkerConfig
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.0.0.2:1", "localhost:50050", "[::1]:50050"])
@@ -175,3 +179,50 @@ def test_a_client_that_may_try_once_has_no_retry_policy() -> None:
 
     assert "retryPolicy" not in service_config(1)
     assert '"maxAttempts": 3' in service_config(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("listen", 50050),
+        ("listen", None),
+        ("replicas", "127.0.0.1:1"),
+        ("replicas", [1]),
+        ("max_streams", "64"),
+        ("max_streams", 2.5),
+        ("max_streams", True),
+        ("max_wait_s", "soon"),
+        ("max_wait_s", None),
+        ("insecure", "no"),
+        ("insecure", 0),
+        ("keepalive", None),
+        ("security", ["tokens"]),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_name_and_itself(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is .*, must be ") as caught:
+        from_mapping(RouterConfig, {name: value})
+    assert (repr(tuple(value)) if isinstance(value, list) else repr(value)) in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [None, [], "worker", 5])
+def test_what_is_no_mapping_is_refused(values: Any) -> None:
+    with pytest.raises(ValueError, match=r"ReplicaConfig is .*, must be a mapping"):
+        from_mapping(ReplicaConfig, values)
+
+
+def test_keys_of_any_type_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"has no '7', 'x'"):
+        from_mapping(ReplicaConfig, {7: 1, "x": 2})  # type: ignore[dict-item]  # as YAML may hold them
+
+
+def test_numbers_folders_and_what_may_be_absent_are_taken_as_files_write_them() -> None:
+    assert from_mapping(ReplicaConfig, {"load_period_s": 1}).load_period_s == 1
+    assert from_mapping(ScalingConfig, {"target_token_s": None}).target_token_s is None
+    assert from_mapping(WorkerConfig, {"cache_dir": "/models", "tiers": [8, 16, 32, 64]}).cache_dir == Path("/models")
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf, 1e18])
+def test_a_client_has_a_deadline_that_grpc_can_keep(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s"):
+        ClientConfig(timeout_s=timeout_s)
