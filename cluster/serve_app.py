@@ -53,6 +53,8 @@ class PoolConfig:
     """Between two health checks of a replica."""
     health_check_timeout_s: float = 3.0
     """A check without an answer for this long counts as failed; three failures end the replica."""
+    revision: str = ""
+    """Any text; another one replaces the replicas, where nothing else has changed but, say, the files of the model."""
     max_start_attempts: int = 3
     """Failed starts in a row before Serve gives up."""
 
@@ -63,6 +65,8 @@ class PoolConfig:
         for name in ("drain_timeout_s", "health_check_period_s", "health_check_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be positive")
+        if not isinstance(self.revision, str):
+            raise ValueError(f"revision is {self.revision!r:.60}, must be text: give it quotes")
         if self.surge not in (None, True, False):
             raise ValueError(f"surge is {self.surge!r:.60}, must be true, false or null")
         if not self.replica.routers:
@@ -94,7 +98,7 @@ def build_app(config: PoolConfig) -> Application:
 def application_of(kind: type, config: PoolConfig, *made_of: dict[str, Any]) -> Application:
     """Replicas of that kind, constructed with `made_of` and the drain's length.
 
-    A change of `made_of`, of resources or environment, or of this code's version replaces them one after the other.
+    A change of `made_of`, of `revision`, resources or environment, or of this code's version replaces them in turn.
     Everything else (their number, `scaling`, the drain, health checks) changes while they run.
     """
     from ray import serve
@@ -117,7 +121,9 @@ def application_of(kind: type, config: PoolConfig, *made_of: dict[str, Any]) -> 
         max_constructor_retry_count=config.max_start_attempts,
         max_surge_percent=SURGE_PERCENT if may_surge(config, options) else 0,
     )
-    deployment._deployment_config = VersionedConfig.of(deployment._deployment_config, code_version(*made_of))
+    deployment._deployment_config = VersionedConfig.of(
+        deployment._deployment_config, code_version(*made_of, config.revision)
+    )
     return deployment.bind(*made_of, config.drain_timeout_s)
 
 

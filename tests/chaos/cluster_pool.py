@@ -65,7 +65,9 @@ class ClusterPool:
         self, worker: WorkerConfig, *, num_replicas: int = 1, scaling: ScalingConfig | None = None
     ) -> None:
         """The same with replicas as they are in production, of which each has a node for itself."""
+        self.num_deployments += 1
         config = PoolConfig(
+            revision=str(self.num_deployments),
             worker=worker,
             replica=ReplicaConfig(routers=(self.router.address,), announce_period_s=0.2),
             num_replicas=num_replicas,

@@ -68,27 +68,30 @@ class ServedPool:
         scaling: ScalingConfig | None = None,
         drain_timeout_s: float = 20.0,
         surge: bool | None = False,
+        num_cpus: float = 0.1,
         **knobs: Any,
     ) -> None:
         """Make the application what it is to be, without waiting for it."""
         replica = ReplicaConfig(routers=(self.router.address,), announce_period_s=0.2)
         config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling, surge=surge)
-        await self.ray.call(deploy_script, config, knobs, drain_timeout_s)
+        await self.ray.call(deploy_script, config, knobs, drain_timeout_s, num_cpus)
 
 
-def deploy_script(config: PoolConfig, knobs: dict[str, Any], drain_timeout_s: float) -> None:
+def deploy_script(config: PoolConfig, knobs: dict[str, Any], drain_timeout_s: float, num_cpus: float = 0.1) -> None:
     """Make the application what it is to be, without waiting for it; needs a connection to Ray."""
     from ray import serve
 
     serve.start(proxy_location="Disabled", logging_config=SERVE_LOGGING)
-    bound = scripted(replace(config, drain_timeout_s=drain_timeout_s), knobs)
+    bound = scripted(replace(config, drain_timeout_s=drain_timeout_s), knobs, num_cpus)
     target = serve.RunTarget(bound, name=APP_NAME, route_prefix=None, logging_config=SERVE_LOGGING)
     serve.run_many([target], wait_for_applications_running=False)
 
 
-def scripted(config: PoolConfig, knobs: dict[str, Any]) -> Any:
-    """The application, with replicas that take next to nothing."""
-    config = replace(config, num_cpus=0.1, num_gpus=0, health_check_timeout_s=max(5.0, config.health_check_timeout_s))
+def scripted(config: PoolConfig, knobs: dict[str, Any], num_cpus: float = 0.1) -> Any:
+    """The application, with replicas that take next to nothing unless that is said."""
+    config = replace(
+        config, num_cpus=num_cpus, num_gpus=0, health_check_timeout_s=max(5.0, config.health_check_timeout_s)
+    )
     return application_of(ServedScript, config, asdict(config.replica), knobs)
 
 

@@ -128,6 +128,30 @@ async def test_with_room_for_it_a_successor_is_ready_before_the_old_one_goes(poo
     assert names == {"replica-0", "replica-1"}
 
 
+async def test_a_successor_that_cannot_start_takes_no_replica_away(pool: ServedPool) -> None:
+    first = await deployed(pool, 1, surge=True)
+    clients = Clients(pool, 2)
+    await pool.deploy(surge=True, **KNOBS, no_such_knob=1)
+    await asyncio.sleep(3 * SETTLED_S)
+    assert incarnations(pool) == first
+    await pool.deploy(surge=True, **KNOBS, max_waiting=100)
+    await until(partial(is_whole, pool, 1, first), 60)
+    await clients.end()
+    assert clients.least_ready == 1
+
+
+async def test_without_room_the_old_replica_goes_first_and_requests_wait(pool: ServedPool) -> None:
+    first = await deployed(pool, 1, surge=None, num_cpus=1.2)
+    clients = Clients(pool, 2)
+    await pool.deploy(surge=True, num_cpus=1.2, **KNOBS, max_waiting=100)
+    await asyncio.sleep(SETTLED_S)
+    assert incarnations(pool) == first, "its successor waits for a place, as it was told to"
+    await pool.deploy(surge=None, num_cpus=1.2, **KNOBS, max_waiting=101)
+    await until(partial(is_whole, pool, 1, first), 60)
+    await clients.end()
+    assert clients.least_ready == 0
+
+
 async def test_a_replica_that_comes_later_takes_no_name_from_one_that_runs(pool: ServedPool) -> None:
     first = await deployed(pool, 1, surge=True)
     clients = Clients(pool, 2)

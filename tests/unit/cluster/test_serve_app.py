@@ -78,6 +78,7 @@ def test_plain_values_become_a_config() -> None:
         ({"replica": {"routers": ["a:1"]}, "num_replicas": 0}, "num_replicas"),
         ({"replica": {"routers": ["a:1"]}, "drain_timeout_s": 0.0}, "drain_timeout_s"),
         ({"replica": {"routers": ["a:1"]}, "surge": "no"}, "surge"),
+        ({"replica": {"routers": ["a:1"]}, "revision": 2}, "revision"),
         ({}, "routers"),
     ],
 )
@@ -128,6 +129,7 @@ def test_what_replicas_are_not_made_of_leaves_them_alone(changed: dict[str, Any]
         {"worker": WorkerConfig(device="cpu", tiers=(8, 16, 32, 64))},
         {"replica": ReplicaConfig(routers=("127.0.0.1:50051",))},
         {"replica": replace(ROUTED, flush_interval_ms=8.5)},
+        {"revision": "2"},
     ],
 )
 def test_what_replicas_are_made_of_replaces_them(changed: dict[str, Any]) -> None:
