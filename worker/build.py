@@ -21,6 +21,7 @@ from worker.graphs.backend import backend_for
 from worker.kv_cache import KVCache
 from worker.load import EngineInfo
 from worker.load_causal_lm import ServedModel, load_causal_lm
+from worker.memory_errors import memory_named
 from worker.model.files import ModelFiles
 from worker.model.progress import Progress
 from worker.model.source import resolve_model
@@ -68,11 +69,13 @@ def build_engine(
     device = choose_device(config)
     dtype = choose_dtype(config, device.type)
     over("device")
-    served = load_causal_lm(config, files, device=device, dtype=dtype, progress=progress)
+    with memory_named(config.model):
+        served = load_causal_lm(config, files, device=device, dtype=dtype, progress=progress)
     over("weights")
     text = TextProcessor.from_files(files) if files.has_tokenizer else None
     over("text")
-    engine = create_engine(config, files, served, text, hold_s=hold_s)
+    with memory_named(config.model):
+        engine = create_engine(config, files, served, text, hold_s=hold_s)
     over("engine")
     if isinstance(engine.runner, GraphRunner):
         log.info("%d kernels are built", engine.runner.build_kernels())
@@ -122,6 +125,7 @@ def create_engine(
         step_cost=step_cost(served, shapes) if kernels.reads_full_width else None,
         prefill_chunk_when_busy=shapes.prefill_chunk_when_busy,
         prefix_cache=PrefixCache(pool, config.block_size) if config.prefix_cache else None,
+        mix_tenants=config.mix_tenants,
     )
     return Engine(
         EngineParts(

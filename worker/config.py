@@ -28,6 +28,8 @@ _CHOICES = {
 }
 MAX_CPU_THREADS = 1024
 """OpenMP crashes when it cannot start as many threads as it was told to."""
+_AT_MOST = {"cpu_threads": MAX_CPU_THREADS, "max_batch": 8192, "block_size": 1024, "prefill_chunk": 1 << 18}
+"""Beyond any use; what is set aside for a step grows with them, and would not fit a machine's memory."""
 _POSITIVE = (
     *("max_model_len", "max_batch", "block_size", "kv_cache_bytes", "prefill_chunk"),
     *("prefill_chunk_when_busy", "max_waiting", "cpu_threads", "max_graph_bytes"),
@@ -67,6 +69,9 @@ class WorkerConfig:
     the CPU, or `prefill_chunk` if that is less."""
     prefix_cache: bool = True
     """Keep the blocks of prompts and answers, and start new prompts behind the longest equal beginning."""
+    mix_tenants: bool = True
+    """Compute requests of different tenants (cache salts) in one batch. Off: one tenant's rows at a time, in the order in
+    which requests came, so that nobody's time between tokens tells what another asks for; rows stay free between turns."""
     max_waiting: int = 1024
     """Sequences that may queue; more are refused."""
     graphs: Graphs = "auto"
@@ -101,8 +106,10 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
-        if self.cpu_threads is not None and self.cpu_threads > MAX_CPU_THREADS:
-            raise ValueError(f"cpu_threads is {self.cpu_threads}, must be at most {MAX_CPU_THREADS}")
+        for name, limit in _AT_MOST.items():
+            value = getattr(self, name)
+            if value is not None and value > limit:
+                raise ValueError(f"{name} is {value}, must be at most {limit}")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, must be in (0, 1]")
         if self.deterministic and self.model_impl == "transformers":

@@ -42,6 +42,7 @@ class Scheduler:
         step_cost: StepCost | None = None,
         prefill_chunk_when_busy: int | None = None,
         prefix_cache: PrefixCache | None = None,
+        mix_tenants: bool = True,
     ) -> None:
         if pool.num_usable < tiers.num_blocks(tiers.longest):
             raise ValueError(
@@ -59,6 +60,7 @@ class Scheduler:
         """What decode steps cost by tier; None where a longer tier costs its short rows nothing."""
         self.prefill_chunk_when_busy = prefill_chunk_when_busy or prefill_buckets.largest
         self.prefix_cache = prefix_cache
+        self.mix_tenants = mix_tenants
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -187,6 +189,8 @@ class Scheduler:
             sequence = self.waiting.head
             if self.trial is not None and sequence.request is not self.trial:
                 return
+            if not self.mix_tenants and self._is_anothers(sequence):
+                return  # when the rows that run have ended, it is this one's turn
             if sequence.num_in_flight:
                 return  # preempted with a token under way: it must arrive before the prompt is computed again
             known = [] if self.prefix_cache is None else self.prefix_cache.lookup(sequence)
@@ -200,6 +204,10 @@ class Scheduler:
                 return
             self.waiting.pop()
             self._start(sequence, known, num_new)
+
+    def _is_anothers(self, sequence: Sequence) -> bool:
+        """Whether what runs is of another tenant."""
+        return any(row.request.cache_salt != sequence.request.cache_salt for row in self.running[:1])
 
     def _start(self, sequence: Sequence, known: list[int], num_new: int) -> None:
         self.pool.share(known)  # first, so that making room for the new ones does not evict them

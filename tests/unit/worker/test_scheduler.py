@@ -28,6 +28,7 @@ def scheduler(
     max_waiting: int = 100,
     packs_parts: bool = True,
     step_cost: StepCost | None = None,
+    mix_tenants: bool = True,
 ) -> Scheduler:
     return Scheduler(
         tiers=TierTable((8, 16, 32, LONGEST), BLOCK),
@@ -38,11 +39,12 @@ def scheduler(
         max_prefill_segments=64,
         packs_parts=packs_parts,
         step_cost=step_cost,
+        mix_tenants=mix_tenants,
     )
 
 
-def sequence(prompt: int, max_tokens: int = 8, name: str = "r") -> Sequence:
-    request = GenerateRequest(request_id=name, prompt_token_ids=tuple(range(prompt)))
+def sequence(prompt: int, max_tokens: int = 8, name: str = "r", tenant: str = "") -> Sequence:
+    request = GenerateRequest(request_id=name, prompt_token_ids=tuple(range(prompt)), cache_salt=tenant)
     return Sequence(request=request, index=0, max_tokens=max_tokens, arrival_s=0.0)
 
 
@@ -259,3 +261,30 @@ def _check(subject: Scheduler, batch: Batch) -> None:
         assert segment.end <= batch.tier
         assert segment.start == segment.sequence.num_computed
     assert batch.num_tokens <= batch.bucket
+
+
+@given(tenants=st.lists(st.sampled_from("abc"), min_size=1, max_size=12), num_blocks=st.integers(17, 65))
+def test_tenants_that_are_kept_apart_are_never_in_one_batch_and_take_turns_in_order(
+    tenants: list[str], num_blocks: int
+) -> None:
+    chosen = scheduler(mix_tenants=False, num_blocks=num_blocks)
+    waiting = [sequence(5 + number, 6, str(number), tenant) for number, tenant in enumerate(tenants)]
+    chosen.add(waiting)
+    started: list[str] = []
+    while (batch := chosen.schedule()) is not None:
+        assert len({segment.sequence.request.cache_salt for segment in batch.segments}) == 1
+        assert len({row.request.cache_salt for row in chosen.running}) == 1
+        for segment in batch.segments:
+            if segment.sequence.request.request_id not in started:
+                started.append(segment.sequence.request.request_id)
+        for done in run(batch):
+            chosen.finish(done)
+    assert started == [one.request.request_id for one in waiting]
+    assert not chosen.has_work
+
+
+def test_tenants_share_a_batch_unless_they_are_kept_apart() -> None:
+    chosen = scheduler()
+    chosen.add([sequence(5, 6, "1", "a"), sequence(6, 6, "2", "b")])
+    chosen.schedule()
+    assert len(chosen.running) == 2
