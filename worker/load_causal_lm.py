@@ -8,6 +8,7 @@ import torch
 
 from worker.causal_lm import CausalLM, NativeCausalLM
 from worker.config import WorkerConfig
+from worker.config_numbers import check_config_numbers
 from worker.errors import UnsupportedModel
 from worker.model.architecture import SUPPORTED_MODEL_TYPES
 from worker.model.files import ModelFiles
@@ -35,6 +36,7 @@ def load_causal_lm(
     progress: Progress | None = None,
 ) -> ServedModel:
     """Raises ModelLoadError. With `model_impl="auto"`, what the native decoder refuses by name runs on transformers."""
+    check_config_numbers(files.config)
     if config.model_impl == "transformers":
         return _generic(config, files, device, dtype)
     if config.model_impl == "auto" and files.config.get("model_type") not in SUPPORTED_MODEL_TYPES:
