@@ -50,8 +50,9 @@ def test_what_is_absent_null_or_said_of_each_layer_is_left_to_the_model() -> Non
 
 @pytest.mark.parametrize("name", ["max_batch", "block_size", "prefill_chunk", "cpu_threads"])
 def test_a_setting_beyond_any_use_is_refused_with_its_limit(name: str) -> None:
+    setting: dict[str, Any] = {name: 10**20}
     with pytest.raises(ValueError, match=rf"{name} is {10**20}, must be at most \d+"):
-        WorkerConfig(**{name: 10**20})
+        WorkerConfig(**setting)
 
 
 def test_a_lack_of_memory_names_what_takes_it() -> None:
