@@ -14,6 +14,7 @@ from torch import nn
 from worker.capture_forecast import CaptureForecast, forecast_captures
 from worker.causal_lm import ModelShape
 from worker.config import WorkerConfig
+from worker.config_numbers import check_config_numbers
 from worker.errors import UnsupportedModel
 from worker.graph_memory import FLOAT_BYTES, StepMemory
 from worker.graph_runner import num_scratch_blocks, worker_keys
@@ -185,6 +186,7 @@ def _model_without_weights(
     config: WorkerConfig, files: ModelFiles, dtype: torch.dtype
 ) -> tuple[str, ModelShape, nn.Module]:
     """(implementation, sizes, a module whose tensors have no memory), chosen as a worker would choose."""
+    check_config_numbers(files.config)
     if config.model_impl != "transformers" and (
         config.model_impl == "native" or files.config.get("model_type") in SUPPORTED_MODEL_TYPES
     ):

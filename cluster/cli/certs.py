@@ -35,8 +35,9 @@ def init(folder: Folder, host: Hosts = None, days: Days = 90) -> None:
     Keep ca-key.pem away from the servers; they need ca.pem, and a certificate with its key.
     """
     with one_sentence_errors():
-        from cluster.security.certs import CertificateFolder, CertRole
+        from cluster.security.certs import CertificateFolder, CertRole, check_hosts
 
+        check_hosts(host or ())
         made = CertificateFolder(folder)
         made.create()
         hosts = (*LOCAL_HOSTS, *(host or ()))

@@ -154,6 +154,8 @@ def _token_ids(ids: Iterable[int]) -> generation_pb2.TokenIds:
 def _chat_message(position: int, message: Message) -> generation_pb2.ChatMessage:
     try:
         role, content = (message["role"], message["content"]) if isinstance(message, Mapping) else message
-        return generation_pb2.ChatMessage(role=role, content=content)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(f"messages[{position}]", "is not a role and a content") from error
+    return generation_pb2.ChatMessage(
+        role=_unicode(f"messages[{position}].role", role), content=_unicode(f"messages[{position}].content", content)
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +20,8 @@ from cluster.security.private_file import write_private
 
 CA, CA_KEY = "ca.pem", "ca-key.pem"
 CA_DAYS, CERT_DAYS = 3650, 90
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_DNS_NAME = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
 BACKDATED = datetime.timedelta(minutes=5)
 """Clocks of different machines differ."""
 
@@ -137,10 +140,20 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
+def check_hosts(hosts: Sequence[str]) -> None:
+    """Raise ValueError for the first that no certificate can name."""
+    for host in hosts:
+        _general_name(host)
+
+
 def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not _DNS_NAME.fullmatch(host):
+            raise ValueError(
+                f"host {host!r:.60} is neither a name nor an address of a machine, without a port"
+            ) from None
         return x509.DNSName(host)
 
 

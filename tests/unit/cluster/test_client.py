@@ -96,6 +96,14 @@ def test_a_message_that_is_none_is_refused_by_its_place(message: Any) -> None:
         chat_request([("user", "x"), message], model="", request_id="", sampling={})
 
 
+@pytest.mark.parametrize("name", ["role", "content"])
+@pytest.mark.parametrize("value", ["\ud800", 5, None, b"x"])
+def test_a_part_of_a_message_that_is_no_text_is_refused_by_its_name(name: str, value: Any) -> None:
+    message: Any = {"role": "user", "content": "x", name: value}
+    with pytest.raises(InvalidRequest, match=rf"^messages\[0\]\.{name}: "):
+        chat_request([message], model="", request_id="", sampling={})
+
+
 @pytest.mark.parametrize("ids", [["a"], [1.5], [2**63], [None]])
 def test_ids_that_are_none_are_refused(ids: Any) -> None:
     with pytest.raises(InvalidRequest, match="token_ids"):

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from typer.testing import CliRunner
 
+from cluster.cli.app import app
 from cluster.config import ReplicaConfig, RouterConfig, from_mapping
 from cluster.errors import Unauthenticated
 from cluster.security.access import GENERATE, LOOK, STEER, roles_for
 from cluster.security.caller import Role
-from cluster.security.certs import CertificateFolder, CertRole
+from cluster.security.certs import CertificateFolder, CertRole, check_hosts
 from cluster.security.config import ClientSecurity, SecurityConfig
 from cluster.security.guard import Guard
 from cluster.security.local_secret import LocalSecret
@@ -232,6 +234,18 @@ def test_a_certificate_holds_its_roles_its_hosts_and_an_end(tmp_path: Path) -> N
     for name in ("ca", "a/b", "", "x" * 65):
         with pytest.raises(ValueError, match="cannot be the name"):
             folder.issue(name, [CertRole.CLIENT])
+
+
+@pytest.mark.parametrize("host", ["", "a b", "http://a", "a:50050", "ü.example", "a..b", "-a", "a,b", "x" * 64])
+def test_a_host_that_no_certificate_can_name_is_refused_before_anything_is_made(tmp_path: Path, host: str) -> None:
+    result = CliRunner().invoke(app, ["certs", "init", str(tmp_path / "certs"), "--host", "a.example", "--host", host])
+    assert result.exit_code == 1
+    assert f"host {host!r:.60} is neither" in result.output
+    assert not (tmp_path / "certs").exists()
+
+
+def test_hosts_may_be_names_of_any_depth_wildcards_and_addresses() -> None:
+    check_hosts(["a", "node-7.local", "*.example.com", "_x.a", "10.0.0.5", "fe80::1", "router.graphpool.internal"])
 
 
 def test_renewal_keeps_names_and_changes_keys(tmp_path: Path) -> None:

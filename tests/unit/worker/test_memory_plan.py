@@ -50,6 +50,13 @@ def test_the_implementation_is_the_one_a_worker_would_take(tmp_path: Path) -> No
         plan(tmp_path / "b", model_impl="native")
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "vocab_size"])
+def test_a_number_that_no_model_has_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    for value in (0, 2**60, "64"):
+        with pytest.raises(ModelLoadError, match=f"{name} is "):
+            plan(write_config(tmp_path, config_dict("llama", **{name: value})))
+
+
 def test_a_config_alone_and_a_checkpoint_give_the_same_plan(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "whole", "llama")
     config = write_config(tmp_path / "config", config_dict("llama")) / "config.json"
