@@ -13,7 +13,7 @@ import psutil
 
 from cluster.config import ReplicaConfig, RouterConfig, join_address, split_address
 from cluster.errors import ClusterError
-from cluster.private_ray import PrivateRay
+from cluster.private_ray import GCS, PrivateRay
 from cluster.router.membership import MAX_REPLICAS
 from cluster.router.server import RouterServer
 from cluster.security.local_secret import LocalSecret
@@ -26,6 +26,10 @@ POLL_S = 0.2
 
 class PoolStartFailed(ClusterError):
     """The pool did not come up; the message says why."""
+
+
+class PoolLost(ClusterError):
+    """The pool cannot go on, because a daemon of its Ray has ended; the message says which."""
 
 
 class StartProgress(Protocol):
@@ -130,6 +134,17 @@ class LocalPool:
         """The process that listens on the replica's port."""
         port = int(replica.address.rpartition(":")[2])
         return next((process for process in self.processes() if port in _listening_ports(process)), None)
+
+    def lost_daemon(self) -> str:
+        """The daemon of Ray that has ended: from then on nobody replaces replicas; "" while all are there.
+
+        Raises PoolLost when the pool has nothing left to answer with, or soon will not: without its GCS, Ray ends every
+        process that is connected to it after a minute, this one too.
+        """
+        lost = self._ray.lost_daemon() if self._has_ray else ""
+        if lost == GCS or (lost and not self.ready()):
+            raise PoolLost(f"Ray's {lost} has ended, and the pool cannot go on without it: start it again")
+        return lost
 
     async def stop(self) -> list[str]:
         """Finish what runs, then end every process; returns the names of those that had to be killed."""

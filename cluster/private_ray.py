@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 
 import psutil
 
-from cluster.process_census import ProcessCensus
+from cluster.process_census import ProcessCensus, runs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 80 * 2**20
 """Ray's least: nothing of ours goes through its object store."""
 EXIT_GRACE_S = 5.0
+GCS, RAYLET = "gcs_server", "raylet"
+"""The daemons that no Ray is without. A lost GCS takes the others, and the process that is connected, after a minute."""
 ENVIRONMENT = {
     # gRPC's fork handlers hang or crash the daemons that are forked beside a live grpc.aio channel. It is read when
     # gRPC is imported, so this module is imported before any that does.
@@ -82,6 +84,7 @@ class PrivateRay:
         self._folder = temp_dir
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
         self._census = ProcessCensus(self._is_daemon)
+        self._daemons: list[tuple[str, psutil.Process]] = []
         self._is_stopped = False
 
     @property
@@ -99,7 +102,7 @@ class PrivateRay:
             await asyncio.shield(self.stop())
             raise
         take_sigterm_back()
-        self._census.observe()
+        self._daemons = [(process.name(), process) for process in self.processes() if process.name() in (GCS, RAYLET)]
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` on Ray's thread. A cancelled caller does not wait, but the next call does."""
@@ -124,6 +127,11 @@ class PrivateRay:
         """Every live process of this Ray, daemons and workers."""
         self._census.observe()
         return self._census.alive()
+
+    def lost_daemon(self) -> str:
+        """The name of a daemon that has ended although nobody asked it to; "" while all are there."""
+        lost = [name for name, process in self._daemons if not runs(process)]
+        return "" if self._is_stopped else GCS if GCS in lost else "".join(lost)
 
     def _init(self) -> None:
         import ray

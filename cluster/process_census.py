@@ -26,13 +26,13 @@ class ProcessCensus:
 
     def alive(self) -> list[psutil.Process]:
         """Those seen so far that still run; a zombie does not."""
-        return sorted((process for process in self._seen if _runs(process)), key=lambda process: process.pid)
+        return sorted((process for process in self._seen if runs(process)), key=lambda process: process.pid)
 
     def end(self, grace_s: float) -> list[str]:
         """Wait `grace_s` for all to end, then kill the rest; returns the names of those that had to be killed."""
         self.observe()
         _, rest = psutil.wait_procs(self.alive(), timeout=grace_s)
-        killed = [described(process) for process in rest if _runs(process)]
+        killed = [described(process) for process in rest if runs(process)]
         for process in rest:
             _kill(process)
         psutil.wait_procs(rest, timeout=grace_s)
@@ -66,7 +66,8 @@ def _children(process: psutil.Process, *, recursive: bool) -> list[psutil.Proces
         return []
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; a zombie has."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -163,13 +163,20 @@ def _say_ready(lines: StartupLines, pool: LocalPool, asked: SecurityConfig) -> N
 
 
 async def _tell_changes(pool: LocalPool, lines: StartupLines) -> None:
-    """Say when a replica leaves or joins, until cancelled."""
+    """Say when a replica leaves or joins, until cancelled. Raises PoolLost when the pool cannot go on."""
     known = {replica.replica: replica.incarnation for replica in pool.ready()}
+    lost = ""
     while True:
         await asyncio.sleep(WATCH_S)
+        if not lost and (lost := pool.lost_daemon()):
+            lines.done(
+                f"[red]Ray's {lost} has ended[/]: nobody replaces replicas any more, so start the pool again soon"
+            )
+        elif lost:
+            pool.lost_daemon()
         now = {replica.replica: replica.incarnation for replica in pool.ready()}
         for name in known.keys() - now.keys():
-            lines.done(f"[red]{name} is gone[/]; Ray Serve replaces it")
+            lines.done(f"[red]{name} is gone[/]" + ("" if lost else "; Ray Serve replaces it"))
         for name, incarnation in now.items():
             if known.get(name) != incarnation:
                 lines.done(
