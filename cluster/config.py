@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 from cluster.security.config import ClientSecurity, SecurityConfig
@@ -315,7 +315,13 @@ def _check_types(config: type[Any], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         kinds = typing.get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
         if not any(_is_of(kind, value) for kind in kinds):
-            raise ValueError(f"{name} is {value!r:.60}, must be {getattr(hints[name], '__name__', hints[name])}")
+            raise ValueError(f"{name} is {value!r:.60}, must be {' or '.join(map(_described, kinds))}")
+
+
+def _described(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return "a list"
+    return "absent" if kind is NoneType else str(getattr(kind, "__name__", kind))
 
 
 def _is_of(kind: Any, value: Any) -> bool:

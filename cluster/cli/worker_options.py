@@ -75,7 +75,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--set {setting}: there is no {name!r}; there are {', '.join(names)}")
         try:
             value = text if name == "model" else yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise ValueError(f"--set {setting}: the value cannot be read as YAML") from None
         if name == "cache_dir" and isinstance(value, str):
             value = Path(value)

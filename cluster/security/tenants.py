@@ -121,7 +121,7 @@ def _entries(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML") from error
     tenants = content.get("tenants") if isinstance(content, dict) and content.keys() == {"tenants"} else None
     if not isinstance(tenants, dict) or not all(isinstance(name, str) for name in tenants):

@@ -11,6 +11,8 @@ import yaml
 from cluster.doctor.finding import Finding, Status
 
 Path = tuple[str | int, ...]
+MAX_VALUES, MAX_DEPTH = 100_000, 64
+"""Of a document, with its aliases written out: those can hold each other, or as many values as no machine has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def shown(path: Path) -> str:
 
 
 def read_documents(text: str, file: str = "") -> list[Document]:
-    """Every document of a file. Raises ValueError for what is no YAML, or has a key twice."""
+    """Every document of a file. Raises ValueError for what is no YAML, has a key twice, or too much in it."""
     loader = yaml.SafeLoader(text)
     try:
         documents = []
@@ -85,14 +87,22 @@ def read_documents(text: str, file: str = "") -> list[Document]:
         return documents
     except yaml.YAMLError as error:
         raise ValueError(f"this is no YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ValueError("values lie in each other too deep to be read") from error
     finally:
         loader.dispose()
 
 
 def _collect(node: Any, path: Path, lines: dict[Path, int]) -> None:
+    if len(path) > MAX_DEPTH:
+        raise ValueError(f"line {node.start_mark.line + 1}: values lie in each other more than {MAX_DEPTH} deep")
+    if len(lines) > MAX_VALUES:
+        raise ValueError(f"line {node.start_mark.line + 1}: there are more than {MAX_VALUES} values in it")
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ValueError(f"line {key.start_mark.line + 1}: a key is a list or a mapping, must be a name")
             place = (*path, key.value)
             if place in lines and key.value != "<<":
                 raise ValueError(

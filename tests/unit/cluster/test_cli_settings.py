@@ -19,7 +19,18 @@ def test_what_is_no_field_is_refused_with_the_fields_there_are(setting: str) -> 
         parse_settings([setting])
 
 
-@pytest.mark.parametrize("setting", ["tiers=[1,", "tiers={", "capture='", "buckets=@", "seed=!!python/object:x"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "tiers=[1,",
+        "tiers={",
+        "capture='",
+        "buckets=@",
+        "seed=!!python/object:x",
+        "seed=2001-99-99",
+        "tiers=" + "[" * 5000,
+    ],
+)
 def test_a_value_that_is_no_yaml_is_refused_with_its_setting(setting: str) -> None:
     with pytest.raises(ValueError, match="cannot be read as YAML") as caught:
         parse_settings([setting])

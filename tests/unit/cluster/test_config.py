@@ -205,6 +205,13 @@ def test_a_value_of_another_type_is_refused_with_its_name_and_itself(name: str, 
     assert (repr(tuple(value)) if isinstance(value, list) else repr(value)) in str(caught.value)
 
 
+def test_a_type_is_named_as_a_file_writes_it() -> None:
+    with pytest.raises(ValueError, match=r"routers is 'a:1', must be a list$"):
+        from_mapping(ReplicaConfig, {"routers": "a:1"})
+    with pytest.raises(ValueError, match=r"target_token_s is 'x', must be float or absent$"):
+        from_mapping(ScalingConfig, {"target_token_s": "x"})
+
+
 @pytest.mark.parametrize("values", [None, [], "worker", 5])
 def test_what_is_no_mapping_is_refused(values: Any) -> None:
     with pytest.raises(ValueError, match=r"ReplicaConfig is .*, must be a mapping"):

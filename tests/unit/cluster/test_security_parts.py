@@ -111,6 +111,8 @@ def test_tokens_made_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
         ("tenants: {a: {weight: 0}}", "weight 0.0 of tenant a"),
         ("tenants: {'a b': {}}", "must be 1 to 64 letters"),
         ("tenants: !!python/object/apply:os.system ['true']", "is not YAML"),
+        ("tenants: 2001-99-99", "is not YAML"),
+        pytest.param("tenants: " + "[" * 5000, "is not YAML", id="too-deep"),
     ],
 )
 def test_a_file_of_tenants_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:

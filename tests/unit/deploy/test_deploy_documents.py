@@ -27,6 +27,29 @@ def test_a_key_that_is_there_twice_is_refused() -> None:
         read_documents("a: 1\nb: 2\na: 3\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [*a]\n", "line 1: values lie in each other more than 64 deep"),
+        ("&a {x: *a}\n", "line 1: values lie in each other more than 64 deep"),
+        ("[" * 5000, "values lie in each other too deep"),
+        ("- " * 3000 + "x", "values lie in each other too deep"),
+        ("a: 1\n? [1, 2]\n: x\n", "line 2: a key is a list or a mapping"),
+        ("? {a: b}\n: x\n", "line 1: a key is a list or a mapping"),
+    ],
+)
+def test_a_document_that_cannot_be_a_tree_of_names_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_documents(text)
+
+
+@pytest.mark.timeout(20)
+def test_aliases_that_write_out_to_billions_of_values_are_refused_at_once() -> None:
+    levels = [f"{chr(98 + level)}: &{chr(98 + level)} [{','.join(['*' + chr(97 + level)] * 9)}]" for level in range(9)]
+    with pytest.raises(ValueError, match="there are more than 100000 values"):
+        read_documents("\n".join(["a: &a [x]", *levels]))
+
+
 def test_a_merged_mapping_may_be_overridden() -> None:
     (document,) = read_documents("x: &x {a: 1, b: 2}\ny:\n  <<: *x\n  b: 3\n")
     assert document.get("y") == {"a": 1, "b": 3}
