@@ -18,6 +18,9 @@ LIMITS = {
     "max_position_embeddings": 1 << 26,
 }
 
+RATES = {"rms_norm_eps": (0.0, 1.0), "rope_theta": (1.0, 1e12)}
+"""Numbers that need not be whole: what they must be over, and at most. Not a number is never either."""
+
 
 def check_config_numbers(config: Mapping[str, Any]) -> None:
     """Raise ModelLoadError naming the number that is none, or past its limit.
@@ -30,6 +33,12 @@ def check_config_numbers(config: Mapping[str, Any]) -> None:
             continue
         if type(value) is not int or not 1 <= value <= limit:
             raise ModelLoadError(f"config.json: {name} is {value!r:.40}, must be a whole number in [1, {limit}]")
+    for name, (above, most) in RATES.items():
+        value = config.get(name)
+        if value is not None and not (_is_number(value) and above < value <= most):
+            raise ModelLoadError(
+                f"config.json: {name} is {value!r:.40}, must be a number over {above:g}, at most {most:g}"
+            )
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise ModelLoadError(
@@ -38,6 +47,10 @@ def check_config_numbers(config: Mapping[str, Any]) -> None:
     architectures = config.get("architectures")
     if architectures is not None and not _is_list_of_names(architectures):
         raise ModelLoadError(f"config.json: architectures is {architectures!r:.40}, must be a list of names")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_list_of_names(value: Any) -> bool:

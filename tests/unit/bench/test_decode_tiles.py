@@ -38,7 +38,7 @@ class FakeRetune(decode_tiles.Retune):
     """Takes the time that a table says: one number for the shared way, less for wide programs and the best projection."""
 
     def _step_us(self, chosen: dict[MatrixKind, decode_tiles.Tile]) -> float:
-        plan = vector_step.short_plan(0, 0, 0, width=0)
+        plan = vars(vector_step)["short_plan"](0, 0, 0, width=0)
         if plan is None:
             return self.shared_us
         if plan.eager:

@@ -32,6 +32,13 @@ def test_a_number_that_no_model_has_is_refused_by_name_before_memory_is_set_asid
         build_engine(config, DeafSink())
 
 
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "1e-5", True, []])
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta"])
+def test_a_rate_that_no_model_has_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ModelLoadError, match=f"{name} is .*, must be a number over"):
+        check_config_numbers(config_dict("llama", **{name: value}))
+
+
 @pytest.mark.parametrize("value", [5, "LlamaForCausalLM", [7], {}])
 def test_architectures_that_are_no_list_of_names_are_refused(value: Any) -> None:
     with pytest.raises(ModelLoadError, match=r"architectures is .*, must be a list of names"):

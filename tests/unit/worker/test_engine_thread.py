@@ -203,15 +203,18 @@ def test_the_load_of_an_engine_whose_step_does_not_end_shows_its_age_growing() -
 
 def test_a_worker_that_has_just_started_answers_before_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[float] = []
-    monkeypatch.setattr(
-        ScriptRunner, "prepare_next", lambda _: not prepared.append(time.monotonic()) and len(prepared) < 3
-    )
+
+    def prepare_next(_: ScriptRunner) -> bool:
+        prepared.append(time.monotonic())
+        return len(prepared) < 3
+
+    monkeypatch.setattr(ScriptRunner, "prepare_next", prepare_next)
     with running() as (thread, sink, _, _):
         time.sleep(0.3)
         assert not prepared
         thread.submit(request("first"))
         sink.wait_for(ended("first"))
-        deadline_s = time.monotonic() + 1.0
+        deadline_s = time.monotonic() + 5.0
         while len(prepared) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert len(prepared) == 3
@@ -219,7 +222,12 @@ def test_a_worker_that_has_just_started_answers_before_it_prepares(monkeypatch: 
 
 def test_preparation_begins_without_a_request_when_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
+
+    def prepare_next(_: ScriptRunner) -> bool:
+        begun.set()
+        return False
+
     monkeypatch.setattr("worker.engine_thread.FIRST_REQUEST_S", 0.2)
-    monkeypatch.setattr(ScriptRunner, "prepare_next", lambda _: bool(begun.set()))
+    monkeypatch.setattr(ScriptRunner, "prepare_next", prepare_next)
     with running():
         assert begun.wait(5.0)
