@@ -11,6 +11,7 @@ from bench.shapes import SHAPES
 from worker.kernels.block_tiles import BlockTile
 from worker.kernels.matrix_kind import MatrixKind
 from worker.kernels.row_tiles import RowTile
+from worker.kernels.short_plan import ShortPlan
 from worker.kernels.vector_tiles import Tile
 from worker.model import vector_step
 
@@ -38,7 +39,7 @@ class FakeRetune(decode_tiles.Retune):
     """Takes the time that a table says: one number for the shared way, less for wide programs and the best projection."""
 
     def _step_us(self, chosen: dict[MatrixKind, decode_tiles.Tile]) -> float:
-        plan = vars(vector_step)["short_plan"](0, 0, 0, width=0)
+        plan: ShortPlan | None = vars(vector_step)["short_plan"](0, 0, 0, width=0)
         if plan is None:
             return self.shared_us
         if plan.eager:
