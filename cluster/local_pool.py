@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -22,6 +23,10 @@ from protos import control_pb2
 from worker.config import WorkerConfig
 
 POLL_S = 0.2
+
+
+ENDED_WITHOUT_GCS_S = 50.0
+"""Ray gives a process 60 s without a GCS."""
 
 
 class PoolStartFailed(ClusterError):
@@ -88,6 +93,7 @@ class LocalPool:
         num_gpus = None if num_gpus_of(config.worker) else 0
         self._ray = PrivateRay(num_cpus=config.num_replicas, num_gpus=num_gpus)
         self._has_ray = False
+        self._gcs_lost_s: float | None = None
 
     @property
     def address(self) -> str:
@@ -139,12 +145,20 @@ class LocalPool:
         """The daemon of Ray that has ended: from then on nobody replaces replicas; "" while all are there.
 
         Raises PoolLost when the pool has nothing left to answer with, or soon will not: without its GCS, Ray ends every
-        process that is connected to it after a minute, this one too.
+        process that is connected to it after a minute, this one too. Until what runs has to end, the pool serves on.
         """
         lost = self._ray.lost_daemon() if self._has_ray else ""
-        if lost == GCS or (lost and not self.ready()):
+        if lost == GCS and self._gcs_lost_s is None:
+            self._gcs_lost_s = time.monotonic()
+        is_near_its_end = self._gcs_lost_s is not None and time.monotonic() - self._gcs_lost_s >= self._serves_on_s
+        if is_near_its_end or (lost and not self.ready()):
             raise PoolLost(f"Ray's {lost} has ended, and the pool cannot go on without it: start it again")
         return lost
+
+    @property
+    def _serves_on_s(self) -> float:
+        """How long without a GCS, so that what runs then still has its time to drain."""
+        return max(ENDED_WITHOUT_GCS_S - self._config.drain_timeout_s, 0.0)
 
     async def stop(self) -> list[str]:
         """Finish what runs, then end every process; returns the names of those that had to be killed."""

@@ -21,7 +21,7 @@ NUM_TOKENS = 300
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     model = write_config(tmp_path, config_dict("llama", max_position_embeddings=512))
-    options = ("--device", "cpu", "--threads", "1", "--load-format", "dummy", "--port", "0")
+    options = ("--device", "cpu", "--threads", "1", "--load-format", "dummy", "--port", "0", "--drain-s", "40")
     with running("serve", "--model", str(model), *options, stderr=subprocess.PIPE) as process:
         yield process
 
@@ -40,9 +40,7 @@ def left_of(processes: list[psutil.Process]) -> list[str]:
     return [process.name() for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_lost_gcs_ends_the_pool_in_order_with_its_reason_and_running_answers_are_finished(
-    served: subprocess.Popen[str],
-) -> None:
+def test_without_its_gcs_a_pool_serves_on_and_ends_in_order_before_ray_ends_it(served: subprocess.Popen[str]) -> None:
     address = read_until(served, r"ready at (127\.0\.0\.1:\d+); Ctrl-C")[1]
     everything = psutil.Process(served.pid).children(recursive=True)
     folder = folder_of(daemons(served)["raylet"])
@@ -51,9 +49,11 @@ def test_a_lost_gcs_ends_the_pool_in_order_with_its_reason_and_running_answers_a
         num_tokens = len(next(stream).token_ids)
         daemons(served)["gcs_server"].kill()
         num_tokens += sum(len(piece.token_ids) for piece in stream)
-    assert num_tokens == NUM_TOKENS
+        assert num_tokens == NUM_TOKENS
+        read_until(served, r"Ray's gcs_server has ended.*: nobody replaces replicas any more")
+        assert len(client.generate([1, 2, 3], max_tokens=5, ignore_eos=True).token_ids) == 5
     # Ray would end the process after 60 s, in the middle of whatever it does.
-    _, said = served.communicate(timeout=30)
+    _, said = served.communicate(timeout=50)
     assert served.returncode == 1
     assert said.splitlines()[-1].startswith("Ray's gcs_server has ended, and the pool cannot go on")
     assert left_of(everything) == []
