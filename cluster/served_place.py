@@ -62,7 +62,10 @@ def free_name(app_name: str, rank: int, in_use: Iterable[str]) -> str:
 
 
 async def names_in_use(config: ReplicaConfig) -> set[str]:
-    """Names of the replicas that run, as far as routers answer at once; one that drains or has failed is succeeded."""
+    """Names of the replicas that run, as far as routers answer at once.
+
+    One that drains, has failed, or whose connection broke and is tried again for a while, is succeeded.
+    """
     found = await asyncio.gather(*(_names_at(router, config) for router in config.routers))
     return set().union(*found)
 
@@ -75,7 +78,7 @@ async def _names_at(router: str, config: ReplicaConfig) -> set[str]:
         except grpc.aio.AioRpcError as error:
             log.info("router %s does not say which names are in use: %s", router, error.code())
             return set()
-    return {one.replica for one in report.replicas if one.state in LIVE}
+    return {one.replica for one in report.replicas if one.state in LIVE and one.breaker == control_pb2.BREAKER_CLOSED}
 
 
 def free_metrics_address(first: str, local_rank: int) -> str:

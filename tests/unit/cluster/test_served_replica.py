@@ -21,6 +21,7 @@ from cluster.security.config import SecurityConfig
 from cluster.serve_app import PoolConfig, build_app, router_address, with_router_addresses
 from cluster.served_place import free_metrics_address, free_name, names_in_use, place_name
 from cluster.served_replica import ServedReplica
+from protos import control_pb2
 from tests.fakes.script_engine import ScriptEngine, ScriptKnobs
 from tests.fakes.script_pool import script_pool
 from worker.config import WorkerConfig
@@ -83,6 +84,17 @@ async def test_names_are_asked_of_the_routers_and_a_silent_one_is_passed_over() 
         config = ReplicaConfig(routers=("127.0.0.1:9", pool.router.address))
         assert len(names) == 2
         assert await names_in_use(config) == names
+
+
+async def test_the_name_of_a_replica_whose_connection_broke_is_free_for_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with script_pool(2) as pool:
+        loads = [*pool.router.pool.loads()]
+        loads[0].state, loads[0].breaker = control_pb2.REPLICA_STATE_STARTING, control_pb2.BREAKER_HALF_OPEN
+        monkeypatch.setattr(pool.router.pool, "loads", lambda: loads)
+        config = ReplicaConfig(routers=(pool.router.address,))
+        assert await names_in_use(config) == {loads[1].replica}
 
 
 def test_a_metrics_port_that_has_a_listener_is_left_to_it() -> None:
