@@ -28,7 +28,7 @@ from pathlib import Path
 
 from bench.chaos_isolation import isolation
 from bench.chaos_overload import overload
-from bench.chaos_results import Figure, add_figures, chaos_results
+from bench.chaos_results import Figure, add_figures, chaos_results, gap_figures
 from bench.results_file import Results
 from tests.chaos.campaign import Findings, Plan, percentile, run
 from tests.chaos.chaos_pool import ChaosPool, proxied_pool
@@ -80,10 +80,7 @@ def _kill_figures(findings: Findings) -> list[Figure]:
         ("lost", "answers", findings.lost),
         ("duplicated", "tokens", findings.duplicated),
         ("changed", "tokens", findings.changed),
-        ("moved", "answers", findings.resumed),
-        ("gap_p50_ms", "ms", 1000 * percentile(findings.gaps_s, 0.5)),
-        ("gap_p99_ms", "ms", 1000 * percentile(findings.gaps_s, 0.99)),
-        ("unmoved_gap_p99_ms", "ms", 1000 * percentile(findings.other_gaps_s, 0.99)),
+        *gap_figures(findings.gaps_s, findings.other_gaps_s, num_moved=findings.resumed),
         ("duration_s", "s", findings.duration_s),
         ("router_growth_mib", "MiB", findings.router_mib[1] - findings.router_mib[0]),
         ("router_new_descriptors", "descriptors", findings.router_fds[1] - findings.router_fds[0]),
@@ -135,10 +132,7 @@ def gaps(options: argparse.Namespace) -> Results:
     results = chaos_results("gaps", is_right=not any(one.wrong for one in found.values()), seed=options.seed)
     for name, one in found.items():
         figures: list[Figure] = [
-            ("moved", "answers", len(one.moved_s)),
-            ("gap_p50_ms", "ms", 1000 * percentile(one.moved_s, 0.5)),
-            ("gap_p99_ms", "ms", 1000 * percentile(one.moved_s, 0.99)),
-            ("unmoved_gap_p99_ms", "ms", 1000 * percentile(one.stayed_s, 0.99)),
+            *gap_figures(one.moved_s, one.stayed_s, num_moved=len(one.moved_s)),
             ("wrong", "answers", one.wrong),
         ]
         add_figures(results, figures, note=name)

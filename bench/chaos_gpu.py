@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.chaos_questions import questions
-from bench.chaos_results import Figure
+from bench.chaos_results import Figure, gap_figures
 from bench.chaos_worker import gpu_memory_mib, start_worker, visible_gpus, wait_listening
 from bench.shapes import SHAPES, TINY, write_config
 from cluster.client import AsyncGraphpoolClient
@@ -112,10 +112,7 @@ class RealFindings:
             ("tokens", "tokens", found.tokens),
             ("lost", "answers", found.lost),
             *(exactness if is_exact else nearness),
-            ("moved", "answers", found.resumed),
-            ("gap_p50_ms", "ms", 1000 * percentile(found.gaps_s, 0.5)),
-            ("gap_p99_ms", "ms", 1000 * percentile(found.gaps_s, 0.99)),
-            ("unmoved_gap_p99_ms", "ms", 1000 * percentile(found.other_gaps_s, 0.99)),
+            *gap_figures(found.gaps_s, found.other_gaps_s, num_moved=found.resumed),
             ("start_s", "s", statistics.fmean(self.starts_s)),
             ("duration_s", "s", found.duration_s),
         ]

@@ -174,10 +174,11 @@ class GraphRunner:
         key = found.pending if isinstance(found, Miss) else found
         if key is None:
             return self.eager.launch(batch)
-        runner = "eager" if isinstance(found, Miss) else "graph"
+        has_graph = key is found
+        runner = "graph" if has_graph else "eager"
         inputs = self.eager.decode_inputs if batch.phase == "decode" else self.eager.prefill_inputs
         inputs.fill(batch, key.bucket)
-        with self._outputs_of(key, is_captured=runner == "graph") as (_, packed):
+        with self._outputs_of(key, has_graph=has_graph) as (_, packed):
             letter = self.eager.open_letter(batch, packed)
         if letter is None:
             return DoneStep(StepOutput([], [], [], runner))
@@ -186,12 +187,12 @@ class GraphRunner:
             letter.overlay(rows, self._sample(rows))
         return letter.send(runner)
 
-    def _outputs_of(self, key: GraphKey, *, is_captured: bool) -> contextlib.AbstractContextManager[Outputs]:
+    def _outputs_of(self, key: GraphKey, *, has_graph: bool) -> contextlib.AbstractContextManager[Outputs]:
         """Of one step of `key`, which launches one by one what its graph will hold as long as it has none.
 
         So a step of its own shape needs no kernel that the graph does not need, too.
         """
-        if is_captured:
+        if has_graph:
             return self.session.graphs[key].replay()
         if key not in self._steps:
             self._steps[key] = self.regions(key).run

@@ -89,9 +89,8 @@ class TritonKernels:
 
     def fresh(self, *, slots: torch.Tensor) -> StepAttention:
         """See StepKernels."""
-        if len(slots) <= MAX_OWN_PROMPT:
-            return TritonPrefillAttention(self.kv_cache, slots=slots)
-        return FusedPrefillAttention(FreshPrefillAttention(self.kv_cache, slots=slots))
+        made = TritonPrefillAttention if len(slots) <= MAX_OWN_PROMPT else FreshPrefillAttention
+        return FusedPrefillAttention(made(self.kv_cache, slots=slots))
 
     def packed(self, *, slots: torch.Tensor, offsets: torch.Tensor) -> StepAttention:
         """See StepKernels."""
@@ -106,7 +105,9 @@ class TritonKernels:
         context_len: torch.Tensor,  # noqa: ARG002 (positions say as much)
     ) -> StepAttention:
         """See StepKernels."""
-        return TritonPrefillAttention(self.kv_cache, slots=slots, positions=positions, block_table=block_table)
+        return FusedPrefillAttention(
+            TritonPrefillAttention(self.kv_cache, slots=slots, positions=positions, block_table=block_table)
+        )
 
     def segments(self, *, slots: torch.Tensor, segments: Sequence[PrefillSegment]) -> StepAttention:
         """See StepKernels."""

@@ -168,12 +168,11 @@ async def _tell_changes(pool: LocalPool, lines: StartupLines) -> None:
     lost = ""
     while True:
         await asyncio.sleep(WATCH_S)
-        if not lost and (lost := pool.lost_daemon()):
+        was_lost, lost = lost, pool.lost_daemon()
+        if lost and not was_lost:
             lines.done(
                 f"[red]Ray's {lost} has ended[/]: nobody replaces replicas any more, so start the pool again soon"
             )
-        elif lost:
-            pool.lost_daemon()
         now = {replica.replica: replica.incarnation for replica in pool.ready()}
         for name in known.keys() - now.keys():
             lines.done(f"[red]{name} is gone[/]" + ("" if lost else "; Ray Serve replaces it"))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from worker.attention.pooled_prefill import PooledPrefill
 from worker.attention.prefill import PrefillSegment
 from worker.deterministic.exact import fixed_sum
 from worker.deterministic.row_tiles import RowTiles
@@ -134,19 +135,18 @@ class PromptPart:
     """[blocks] int32; None for a part from position 0, whose keys all come with it."""
 
 
-class FixedOrderPrefill:
+class FixedOrderPrefill(PooledPrefill):
     """Parts of prompts side by side."""
 
     def __init__(
         self, kv_cache: KVCache, *, slots: torch.Tensor, parts: Sequence[PromptPart], query_tiles: RowTiles
     ) -> None:
-        self.kv_cache = kv_cache
-        self.slots = slots
+        super().__init__(kv_cache, slots=slots)
         self.parts = parts
         self.query_tiles = query_tiles
         """Tokens whose queries are computed together."""
 
-    def __call__(
+    def attend(
         self,
         layer: int,
         q: torch.Tensor,
@@ -156,8 +156,7 @@ class FixedOrderPrefill:
         scale: float | None = None,
         sliding_window: int | None = None,
     ) -> torch.Tensor:
-        """See worker.causal_lm.StepAttention."""
-        self.kv_cache.write(layer, self.slots, k, v)
+        """See PooledPrefill."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in self.parts:
             span = slice(part.first, part.first + part.count)

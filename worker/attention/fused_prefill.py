@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
+from worker.attention.pooled_prefill import PooledPrefill
 from worker.kernels.qkv_layout import QkvLayout
 from worker.kernels.rope_cache import rope_and_cache
-from worker.kv_cache import KVCache
-
-
-class PrefillAttention(Protocol):
-    """An attention that can leave the writing of keys and values to others."""
-
-    kv_cache: KVCache
-    slots: torch.Tensor
-
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """See worker.causal_lm.StepAttention."""
-
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """The same for keys and values that are in the pool already."""
 
 
 class FusedPrefillAttention:
     """`inner`, for projections as they come and for queries, keys and values alike."""
 
-    def __init__(self, inner: PrefillAttention) -> None:
+    def __init__(self, inner: PooledPrefill) -> None:
         self.inner = inner
 
     def __call__(

@@ -60,7 +60,9 @@ def test_a_chunk_sees_all_before_it_and_itself_causally(
     positions, slots, block_table = positions.to(DEVICE), slots.to(DEVICE), table.to(DEVICE)
     of_heads = layout(shape, dtype=dtype, device=DEVICE, num_positions=WIDTH * BLOCK_SIZE)
     ours_pool, their_pool = (pool(shape, dtype, start, table.tolist()) for _ in range(2))
-    ours = TritonPrefillAttention(ours_pool, slots=slots, positions=positions, block_table=block_table)
+    ours = FusedPrefillAttention(
+        TritonPrefillAttention(ours_pool, slots=slots, positions=positions, block_table=block_table)
+    )
     context_len = torch.tensor([start + count], device=DEVICE)
     theirs = FusedPrefillAttention(
         ChunkPrefillAttention(
