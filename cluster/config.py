@@ -6,14 +6,12 @@ import dataclasses
 import ipaddress
 import math
 import re
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 from cluster.security.config import ClientSecurity, SecurityConfig
+from worker.field_values import check_types, field_value
 
 MESSAGE_BYTES = 4 * 1024 * 1024
 """Largest message between a client and a server."""
@@ -245,8 +243,8 @@ def from_mapping(config: type[T], values: Mapping[str, Any]) -> T:
     unknown = sorted(map(str, values.keys() - names))
     if unknown:
         raise ValueError(f"{config.__name__} has no {', '.join(map(repr, unknown))}; it has {', '.join(sorted(names))}")
-    plain = {name: _plain(name, value) for name, value in values.items()}
-    _check_types(config, plain)
+    plain = {name: _plain(config, name, value) for name, value in values.items()}
+    check_types(config, plain)
     return config(**plain)
 
 
@@ -300,39 +298,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _plain(name: str, value: Any) -> Any:
-    if name == "cache_dir" and isinstance(value, str):
-        return Path(value)
+def _plain(config: type[Any], name: str, value: Any) -> Any:
     nested: dict[str, type[Any]] = {"keepalive": Keepalive, "security": SecurityConfig}
     if name in nested and isinstance(value, Mapping):
         return from_mapping(nested[name], value)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _check_types(config: type[Any], values: Mapping[str, Any]) -> None:
-    """Refuse a value of another type than its field: a file or a command line may hold anything."""
-    hints = typing.get_type_hints(config)
-    for name, value in values.items():
-        kinds = typing.get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
-        if not any(_is_of(kind, value) for kind in kinds):
-            raise ValueError(f"{name} is {value!r:.60}, must be {' or '.join(map(_described, kinds))}")
-
-
-def _described(kind: Any) -> str:
-    if typing.get_origin(kind) is tuple:
-        return "a list"
-    return "absent" if kind is NoneType else str(getattr(kind, "__name__", kind))
-
-
-def _is_of(kind: Any, value: Any) -> bool:
-    """Choices and lists of other things than names are left to the class itself."""
-    if kind is float:
-        return type(value) in (int, float)
-    if typing.get_origin(kind) is tuple and str in typing.get_args(kind):
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-    if not isinstance(kind, type) or typing.get_origin(kind) is not None:
-        return True
-    return type(value) is kind if kind in (int, bool) else isinstance(value, kind)
+    return field_value(config, name, value)
 
 
 def _positive(config: object, *names: str) -> None:

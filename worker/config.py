@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args
 
+from worker.field_values import check_types
 from worker.tiers import BucketTable, TierTable
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -98,7 +98,9 @@ class WorkerConfig:
     """Where converted models are kept; None = the user's cache folder."""
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_types(WorkerConfig, {entry.name: getattr(self, entry.name) for entry in fields(self)})
+        if not self.model:
+            raise ValueError(f"model is {self.model!r}, must name one")
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
@@ -116,20 +118,6 @@ class WorkerConfig:
             raise ValueError("deterministic is true, and model_impl is 'transformers': only the native decoder can be")
         self._check_shapes()
         self._check_chunks()
-
-    def _check_types(self) -> None:
-        """A value from a file or a command line may be anything."""
-        for name, hint in get_type_hints(WorkerConfig).items():
-            value = getattr(self, name)
-            kinds = [kind for kind in (get_args(hint) or (hint,)) if isinstance(kind, type)]
-            if name in _CHOICES or not kinds:
-                continue
-            if get_origin(hint) is UnionType and any(get_origin(kind) is tuple for kind in get_args(hint)):
-                is_right = value is None or (isinstance(value, tuple) and all(type(item) is int for item in value))
-            else:
-                is_right = type(value) in kinds or isinstance(value, Path) or (float in kinds and type(value) is int)
-            if not is_right:
-                raise ValueError(f"{name} is {value!r}, must be {getattr(hint, '__name__', hint)}")
 
     def _check_shapes(self) -> None:
         """What needs no model to be seen wrong."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli.options import path
 from cluster.cli.running import one_sentence_errors
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Where the CA and its certificates lie.")]
+Folder = Annotated[Path, typer.Argument(parser=path, metavar="DIR", help="Where the CA and its certificates lie.")]
 Hosts = Annotated[
     list[str] | None,
     typer.Option("--host", help="A name or address that others dial; may be given several times."),

@@ -61,7 +61,9 @@ def machine(
 def deploy(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="Cluster files of `ray up`, Serve configs, KubeRay manifests."),
+        typer.Argument(
+            parser=options.path, metavar="FILE...", help="Cluster files of `ray up`, Serve configs, KubeRay manifests."
+        ),
     ],
     step_ms: Annotated[
         float | None,

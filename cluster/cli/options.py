@@ -55,6 +55,13 @@ def integers(text: str) -> list[int]:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 256,1024") from None
 
 
+def path(text: str) -> Path:
+    """A file or folder; no text at all, such as that of an unset variable, would be the current one."""
+    if not text:
+        raise typer.BadParameter("is empty, must name a file or folder")
+    return Path(text)
+
+
 def dialable(address: str) -> str:
     """The same host:port, refused here when it is none: gRPC would only say that a name cannot be looked up."""
     from cluster.config import check_address
@@ -100,7 +107,12 @@ DeviceOption = Annotated[Device, typer.Option(help="auto takes CUDA where there 
 DtypeOption = Annotated[Dtype, typer.Option(help="auto: bfloat16 on CUDA, float32 on the CPU.", rich_help_panel=MODEL)]
 CacheDir = Annotated[
     Path | None,
-    typer.Option(help="Where converted models are kept. Default: ~/.cache/graphpool.", rich_help_panel=MODEL),
+    typer.Option(
+        parser=path,
+        metavar="DIR",
+        help="Where converted models are kept. Default: ~/.cache/graphpool.",
+        rich_help_panel=MODEL,
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,

@@ -44,12 +44,12 @@ def router(
         ),
     ] = 2.0,
     drain_s: options.DrainS = 30.0,
-    tls_cert: security.TlsCert = "",
-    tls_key: security.TlsKey = "",
-    tls_ca: security.TlsCa = "",
+    tls_cert: security.TlsCert = None,
+    tls_key: security.TlsKey = None,
+    tls_ca: security.TlsCa = None,
     client_certs: security.ClientCerts = True,
-    tokens: security.Tokens = "",
-    pool_token: security.PoolToken = "",
+    tokens: security.Tokens = None,
+    pool_token: security.PoolToken = None,
     insecure: options.Insecure = False,
 ) -> None:
     """Run a router alone: it spreads requests over the replicas given here and those that announce themselves to it.

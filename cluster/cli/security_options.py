@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.cli.options import path
 from cluster.cli.running import usage_errors
 
 if TYPE_CHECKING:
@@ -15,17 +16,14 @@ if TYPE_CHECKING:
 
 SECURITY = "Security"
 
-TlsCert = Annotated[
-    str,
-    typer.Option(
-        metavar="FILE", help="Certificate to show, in PEM. Read again when it changes.", rich_help_panel=SECURITY
-    ),
-]
-TlsKey = Annotated[str, typer.Option(metavar="FILE", help="Key of --tls-cert.", rich_help_panel=SECURITY)]
-TlsCa = Annotated[
-    str,
-    typer.Option(metavar="FILE", help="CAs that sign the other side's certificates, in PEM.", rich_help_panel=SECURITY),
-]
+
+def _file(help_text: str) -> Any:
+    return typer.Option(parser=path, metavar="FILE", help=help_text, rich_help_panel=SECURITY)
+
+
+TlsCert = Annotated[Path | None, _file("Certificate to show, in PEM. Read again when it changes.")]
+TlsKey = Annotated[Path | None, _file("Key of --tls-cert.")]
+TlsCa = Annotated[Path | None, _file("CAs that sign the other side's certificates, in PEM.")]
 ClientCerts = Annotated[
     bool,
     typer.Option(
@@ -34,24 +32,9 @@ ClientCerts = Annotated[
         rich_help_panel=SECURITY,
     ),
 ]
-Tokens = Annotated[
-    str,
-    typer.Option(
-        metavar="FILE",
-        help="Tenants and their tokens, as `graphpool tokens create` writes it.",
-        rich_help_panel=SECURITY,
-    ),
-]
-PoolToken = Annotated[
-    str,
-    typer.Option(metavar="FILE", help="Secret that routers and replicas show each other.", rich_help_panel=SECURITY),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Token to show. Default: that of $GRAPHPOOL_TOKEN, or none.", rich_help_panel=SECURITY
-    ),
-]
+Tokens = Annotated[Path | None, _file("Tenants and their tokens, as `graphpool tokens create` writes it.")]
+PoolToken = Annotated[Path | None, _file("Secret that routers and replicas show each other.")]
+TokenFile = Annotated[Path | None, _file("Token to show. Default: that of $GRAPHPOOL_TOKEN, or none.")]
 ClearToken = Annotated[
     bool,
     typer.Option("--insecure", help="Send the token to another machine without TLS.", rich_help_panel=SECURITY),
@@ -59,23 +42,31 @@ ClearToken = Annotated[
 
 
 def server_security(
-    *, tls_cert: str, tls_key: str, tls_ca: str, client_certs: bool, tokens: str, pool_token: str
+    *,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_ca: Path | None,
+    client_certs: bool,
+    tokens: Path | None,
+    pool_token: Path | None,
 ) -> SecurityConfig:
     """What a server asks for; a combination that cannot be is a usage error."""
     from cluster.security.config import SecurityConfig
 
     with usage_errors():
         return SecurityConfig(
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
+            tls_cert=_text(tls_cert),
+            tls_key=_text(tls_key),
+            tls_ca=_text(tls_ca),
             client_certs=client_certs,
-            tokens=tokens,
-            pool_token=pool_token,
+            tokens=_text(tokens),
+            pool_token=_text(pool_token),
         )
 
 
-def client_config(*, token_file: Path | None, tls_ca: str, tls_cert: str, tls_key: str, insecure: bool) -> ClientConfig:
+def client_config(
+    *, token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, insecure: bool
+) -> ClientConfig:
     """How a client says who it is. Raises OSError for a file that cannot be read."""
     from cluster.config import ClientConfig
     from cluster.security.config import ClientSecurity
@@ -83,5 +74,11 @@ def client_config(*, token_file: Path | None, tls_ca: str, tls_cert: str, tls_ke
     token = "" if token_file is None else token_file.read_text(encoding="utf-8").strip()
     with usage_errors():
         return ClientConfig(
-            security=ClientSecurity(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token=token, insecure=insecure)
+            security=ClientSecurity(
+                tls_ca=_text(tls_ca), tls_cert=_text(tls_cert), tls_key=_text(tls_key), token=token, insecure=insecure
+            )
         )
+
+
+def _text(file: Path | None) -> str:
+    return "" if file is None else str(file)

@@ -62,12 +62,12 @@ def serve(
         float,
         typer.Option(min=1.0, help="Give up when the pool is not ready by then.", rich_help_panel=options.NETWORK),
     ] = 900.0,
-    tls_cert: security.TlsCert = "",
-    tls_key: security.TlsKey = "",
-    tls_ca: security.TlsCa = "",
+    tls_cert: security.TlsCert = None,
+    tls_key: security.TlsKey = None,
+    tls_ca: security.TlsCa = None,
     client_certs: security.ClientCerts = True,
-    tokens: security.Tokens = "",
-    pool_token: security.PoolToken = "",
+    tokens: security.Tokens = None,
+    pool_token: security.PoolToken = None,
     insecure: options.Insecure = False,
 ) -> None:
     """Serve a model from this machine: a private Ray keeps the replicas alive, a router in this process takes requests.

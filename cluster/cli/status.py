@@ -21,9 +21,9 @@ CALL_TIMEOUT_S = 5.0
 def status(
     address: Address = DEFAULT_ADDRESS,
     token_file: security.TokenFile = None,
-    tls_ca: security.TlsCa = "",
-    tls_cert: security.TlsCert = "",
-    tls_key: security.TlsKey = "",
+    tls_ca: security.TlsCa = None,
+    tls_cert: security.TlsCert = None,
+    tls_key: security.TlsKey = None,
     insecure: security.ClearToken = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")] = False,
     watch: Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Show it again and again.")] = None,

@@ -7,10 +7,14 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli import options
 from cluster.cli.running import one_sentence_errors
 
 File = Annotated[
-    Path, typer.Option("--file", metavar="FILE", help="The file of tenants; servers read it with --tokens.")
+    Path,
+    typer.Option(
+        "--file", parser=options.path, metavar="FILE", help="The file of tenants; servers read it with --tokens."
+    ),
 ]
 DEFAULT_FILE = Path("tenants.yaml")
 
@@ -78,7 +82,7 @@ def show(file: File = DEFAULT_FILE) -> None:
 
 
 @tokens.command()
-def pool(path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")]) -> None:
+def pool(path: Annotated[Path, typer.Argument(parser=options.path, metavar="FILE", help="Where to write it.")]) -> None:
     """Make the secret that routers and replicas show each other; each of them reads it with --pool-token."""
     with one_sentence_errors():
         from cluster.security.secret_file import write_secret

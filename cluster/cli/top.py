@@ -23,9 +23,9 @@ CALL_TIMEOUT_S = 5.0
 def top(
     address: Address = DEFAULT_ADDRESS,
     token_file: security.TokenFile = None,
-    tls_ca: security.TlsCa = "",
-    tls_cert: security.TlsCert = "",
-    tls_key: security.TlsKey = "",
+    tls_ca: security.TlsCa = None,
+    tls_cert: security.TlsCert = None,
+    tls_key: security.TlsKey = None,
     insecure: security.ClearToken = False,
     period: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two readings.")] = 1.0,
     rounds: Annotated[

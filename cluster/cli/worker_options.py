@@ -64,12 +64,13 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     import yaml
 
     from worker.config import WorkerConfig
+    from worker.field_values import field_value
 
     names = sorted(entry.name for entry in fields(WorkerConfig))
     found: dict[str, Any] = {}
     for setting in settings:
         name, separator, text = setting.partition("=")
-        if not separator:
+        if not separator or not text:
             raise ValueError(f"--set {setting}: expected NAME=VALUE")
         if name not in names:
             raise ValueError(f"--set {setting}: there is no {name!r}; there are {', '.join(names)}")
@@ -77,7 +78,5 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             value = text if name == "model" else yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError):
             raise ValueError(f"--set {setting}: the value cannot be read as YAML") from None
-        if name == "cache_dir" and isinstance(value, str):
-            value = Path(value)
-        found[name] = tuple(value) if isinstance(value, list) else value
+        found[name] = field_value(WorkerConfig, name, value)
     return found

@@ -83,6 +83,15 @@ def test_generate_as_json_holds_the_whole_answer(address: str, client: Graphpool
     assert values["execution"]["replica"] == "scripted"
 
 
+def test_text_and_token_ids_have_the_same_end_when_none_is_given(address: str, client: GraphpoolClient) -> None:
+    ids = client.tokenize("once")
+    greedy = ("--json", "-t", "0", "--address", address)
+    text = json.loads(graphpool("generate", "once", *greedy).stdout)
+    given = json.loads(graphpool("generate", "--token-ids", ",".join(map(str, ids)), *greedy).stdout)
+    assert given["token_ids"] == text["token_ids"]
+    assert (given["finish_reason"], given["usage"]) == (text["finish_reason"], text["usage"])
+
+
 def test_sampling_options_reach_the_engine(address: str, client: GraphpoolClient) -> None:
     done = graphpool("generate", "--token-ids", "5", "-n", "30", "-t", "1", "--seed", "7", "--address", address)
     expected = client.generate([5], temperature=1.0, seed=7, max_tokens=30).token_ids
