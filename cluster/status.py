@@ -42,6 +42,7 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     worker_errors.RequestAborted: _Code.CANCELLED,
     worker_errors.NumericalError: _Code.INTERNAL,
     worker_errors.EngineDead: _Code.UNAVAILABLE,
+    worker_errors.WeightsCorrupted: _Code.DATA_LOSS,
     worker_errors.EngineStalled: _Code.UNAVAILABLE,
     worker_errors.ModelLoadError: _Code.FAILED_PRECONDITION,
     worker_errors.UnsupportedModel: _Code.FAILED_PRECONDITION,
@@ -81,6 +82,7 @@ _FIXED_DETAILS: dict[type[BaseException], str] = {
     worker_errors.RequestAborted: "the request was aborted",
     worker_errors.NumericalError: "the model produced NaN or infinity for this request",
     worker_errors.EngineDead: "the engine of the replica stopped",
+    worker_errors.WeightsCorrupted: "the memory of the replica has changed by itself: what it sent may be wrong",
     worker_errors.EngineStalled: "the engine of the replica makes no progress",
 }
 """Errors whose own message is for the operator (it may quote a driver or a path); clients are told this instead."""

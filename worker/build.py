@@ -33,6 +33,7 @@ from worker.shapes import Shapes, choose_device, choose_dtype, choose_shapes
 from worker.step_cost import BytesMoved
 from worker.step_kernels import StepKernels, choose_kernels
 from worker.text.processor import TextProcessor
+from worker.weight_check import weight_check_of
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ def create_engine(
             decode=None if text is None else text.decode,
             clock=time.monotonic,
             hold_s=hold_s,
+            weight_check=weight_check_of(served.model.module, interval_s=config.weight_check_interval_s),
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -92,6 +93,9 @@ class WorkerConfig:
     decoder only; on the CPU in float32, on CUDA with Triton."""
     cpu_threads: int | None = None
     """Threads of one CPU operation; None = torch's choice."""
+    weight_check_interval_s: float = 60.0
+    """How often all weights are compared with what was loaded, between steps; the worker ends if a bit has changed. Up to
+    a thousandth of the time while there is work, so that a pass of a busy worker may take longer; 0 = never."""
     seed: int = 0
     """Of the random weights of `load_format="dummy"`."""
     cache_dir: Path | None = None
@@ -114,6 +118,8 @@ class WorkerConfig:
                 raise ValueError(f"{name} is {value}, must be at most {limit}")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}, must be in (0, 1]")
+        if not 0 <= self.weight_check_interval_s < math.inf:
+            raise ValueError(f"weight_check_interval_s is {self.weight_check_interval_s}, must be 0 or more seconds")
         if self.deterministic and self.model_impl == "transformers":
             raise ValueError("deterministic is true, and model_impl is 'transformers': only the native decoder can be")
         self._check_shapes()

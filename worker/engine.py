@@ -6,7 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from worker.batch import Batch
 from worker.errors import DeadlineExceeded, InvalidRequest, NumericalError, QueueFull, RequestAborted, WorkerError
@@ -29,6 +29,7 @@ from worker.sampling import SamplingParams, check_token_ids
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, SequenceState
 from worker.step_output import StepOutput
+from worker.weight_check import WeightCheck
 
 Hold = Callable[[int], float]
 """Seconds that the tokens of an answer may be held back to be handed out together, with so many live requests."""
@@ -53,6 +54,8 @@ class EngineParts:
     """Monotonic seconds; request deadlines are on it."""
     hold_s: Hold = hold_nothing
     """How long tokens are held back. The first token of a choice and its end are handed out at once."""
+    weight_check: WeightCheck | None = None
+    """None: nobody looks whether the weights change."""
 
 
 class Engine:
@@ -69,6 +72,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._choices: dict[Sequence, Choice] = {}
         self._hold_s = parts.hold_s
+        self._weight_check = parts.weight_check
         self._tick_s = 0.0
         self._earliest_deadline_s = math.inf
         self._under_way: deque[_Step] = deque()
@@ -226,6 +230,16 @@ class Engine:
         assert not self._under_way, "flush before preparing"
         return self.runner.prepare_next()
 
+    def check_weights(self) -> None:
+        """Look at some of the weights between two steps, if it is time to. Raises WeightsCorrupted; waits for nothing."""
+        if self._weight_check is not None:
+            self._weight_check.advance(has_work=self.has_work)
+
+    @property
+    def weights_due_in_s(self) -> float:
+        """How long `check_weights` would find nothing to do."""
+        return math.inf if self._weight_check is None else self._weight_check.due_in_s(has_work=self.has_work)
+
     def predict_s(self) -> float | None:
         """How long one `step` may take; None before the first."""
         return self.meter.predict_s(self.scheduler.prefill_buckets.largest)
@@ -233,7 +247,7 @@ class Engine:
     def load(self) -> LoadSnapshot:
         """What the engine holds right now; what its graphs have done is left to `graph_snapshot`, which costs more."""
         now_s, scheduler, cache = self._clock(), self.scheduler, self.scheduler.prefix_cache
-        return self.meter.snapshot(
+        load = self.meter.snapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             max_rows=scheduler.buckets.largest,
@@ -250,6 +264,7 @@ class Engine:
             prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
             queue_age_s=now_s - min((sequence.arrival_s for sequence in scheduler.waiting), default=now_s),
         )
+        return load if self._weight_check is None else replace(load, weights=self._weight_check.snapshot())
 
     def graph_snapshot(self) -> GraphSnapshot:
         """What the runner's graphs have done so far."""

@@ -108,7 +108,13 @@ class EngineThread:
 
     def _check_open(self) -> None:
         if self._death is not None or self._is_stopping:
-            raise EngineDead("the engine has stopped") from self._death
+            raise self._end_error from self._death
+
+    @property
+    def _end_error(self) -> EngineDead:
+        """What requests end with when the engine does."""
+        death = self._death
+        return type(death)(*death.args) if isinstance(death, EngineDead) else EngineDead("the engine has stopped")
 
     def _run(self) -> None:
         try:
@@ -128,6 +134,8 @@ class EngineThread:
             self._progress.end()
         self._hand_on(events)
         self._prepare()
+        if not (self._engine.is_trying or self._waits_for_first(time.monotonic())):
+            self._engine.check_weights()
         self._refresh_load()
 
     def _prepare(self) -> None:
@@ -164,11 +172,25 @@ class EngineThread:
         events: list[EngineEvent] = []
         try:
             if not self._engine.has_work and (self._is_prepared or self._waits_for_first(time.monotonic())):
-                events += self._commands.get(timeout=IDLE_WAIT_S)()
+                events += self._commands.get(timeout=self._idle_wait_s())()
             while True:
                 events += self._commands.get_nowait()()
         except Empty:
             return events
+
+    def _idle_wait_s(self) -> float:
+        """How long there is nothing to do without a command."""
+        now_s = time.monotonic()
+        return IDLE_WAIT_S if self._waits_for_first(now_s) else min(IDLE_WAIT_S, self._engine.weights_due_in_s)
+
+    def between_steps(self, work: Callable[[], None]) -> None:
+        """Call `work` on the engine's thread, where nothing else runs; an error in it ends the engine."""
+
+        def command() -> list[EngineEvent]:
+            work()
+            return []
+
+        self._commands.put(command)
 
     def _add(self, request: GenerateRequest) -> list[EngineEvent]:
         try:
@@ -209,7 +231,7 @@ class EngineThread:
                 events += self._commands.get_nowait()()
         except Empty:
             pass
-        events += self._engine.fail_all(EngineDead("the engine has stopped"))
+        events += self._engine.fail_all(self._end_error)
         if events:
             self._sink(events)
         if self._death is not None and self._on_death is not None:

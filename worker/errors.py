@@ -8,6 +8,7 @@
     ├── RequestAborted          somebody ended the request early
     ├── NumericalError          the model produced NaN or infinity for this row
     ├── EngineDead              the engine stopped; the process is about to exit
+    │   └── WeightsCorrupted    memory that nobody writes has changed
     ├── EngineStalled           no step completed for too long while work exists
     └── ModelLoadError          the model cannot be served
         ├── UnsupportedModel    its architecture or one of its options is not implemented
@@ -66,6 +67,17 @@ class NumericalError(WorkerError):
 
 class EngineDead(WorkerError):
     """The engine thread ended with an error; nothing more can be served by this process."""
+
+
+class WeightsCorrupted(EngineDead):
+    """The model's memory is not what was loaded: what this process computes cannot be trusted any more."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(tensor)
+        self.tensor = tensor
+
+    def __str__(self) -> str:
+        return f"{self.tensor} has changed in memory since it was loaded"
 
 
 class EngineStalled(WorkerError):

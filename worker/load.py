@@ -55,6 +55,20 @@ class GraphSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCheckSnapshot:
+    """One reading of how a model's memory is checked for changes; all 0 where it is not."""
+
+    passes: int = 0
+    """Times that all of it was found as it was loaded."""
+    checked_bytes: int = 0
+    """Compared since the start."""
+    watched_bytes: int = 0
+    """Of one pass."""
+    age_s: float = 0.0
+    """Since the end of the last pass; before the first, since the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSnapshot:
     """One consistent reading of an engine's load."""
 
@@ -96,6 +110,7 @@ class LoadSnapshot:
     wasted_rows: int = 0
     """Rows computed for sequences that had ended by the time their token was read."""
     graphs: GraphSnapshot = GraphSnapshot()
+    weights: WeightCheckSnapshot = WeightCheckSnapshot()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,7 @@ class ReplicaMetrics:
         yield from _sequences(load)
         yield from _steps(load)
         yield from _graphs(load)
+        yield from _weights(load)
         yield from self._answers()
 
     def _answers(self) -> Iterator[Metric]:
@@ -117,3 +118,11 @@ def _graphs(load: LoadSnapshot) -> Iterator[Metric]:
     yield plain_gauge("graph_pool_bytes", "Device memory of all graphs.", graphs.pool_bytes)
     yield plain_gauge("graph_capture_seconds", "Spent warming up, capturing and checking.", graphs.capture_s)
     yield plain_gauge("readiness", "0 eager, 1 partly from graphs, 2 all from graphs.", READINESS[load.readiness])
+
+
+def _weights(load: LoadSnapshot) -> Iterator[Metric]:
+    weights = load.weights
+    yield plain_counter("weight_checks", "Times that all weights were found as they were loaded.", weights.passes)
+    yield plain_counter("weight_checked_bytes", "Bytes of weights found as loaded.", weights.checked_bytes)
+    yield plain_gauge("weight_check_bytes", "Bytes that one pass over the weights looks at.", weights.watched_bytes)
+    yield plain_gauge("weight_check_age_seconds", "Since the last pass over the weights ended.", weights.age_s)

@@ -49,7 +49,7 @@ def test_every_finish_reason_and_readiness_has_a_wire_form() -> None:
         assert pb.FinishReason.Name(choice.finish_reason) == f"FINISH_REASON_{reason.name}"
 
 
-METRICS_ALONE = ("preemptions", "wasted_rows", "graphs")
+METRICS_ALONE = ("preemptions", "wasted_rows", "graphs", "weights")
 """What routers have no use for."""
 
 

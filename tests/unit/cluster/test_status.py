@@ -21,6 +21,7 @@ EXAMPLES: list[tuple[Exception, grpc.StatusCode]] = [
     (worker_errors.RequestAborted(), Code.CANCELLED),
     (worker_errors.NumericalError(), Code.INTERNAL),
     (worker_errors.EngineDead(), Code.UNAVAILABLE),
+    (worker_errors.WeightsCorrupted("lm_head"), Code.DATA_LOSS),
     (worker_errors.EngineStalled(), Code.UNAVAILABLE),
     (worker_errors.ModelLoadError("no"), Code.FAILED_PRECONDITION),
     (worker_errors.UnsupportedModel("no"), Code.FAILED_PRECONDITION),
