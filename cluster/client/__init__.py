@@ -16,12 +16,13 @@ from cluster.client.errors import (
     Unauthenticated,
     Unavailable,
 )
-from cluster.client.requests import Message, Prompt, SamplingOptions
+from cluster.client.requests import AnswerOptions, Message, Prompt, SamplingOptions
 from cluster.client.sync import AnswerStream, GraphpoolClient
 
 __all__ = [
     "AlreadyExists",
     "Answer",
+    "AnswerOptions",
     "AnswerStream",
     "AsyncAnswerStream",
     "AsyncGraphpoolClient",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 from cluster.codec import sampling_to_proto
 from cluster.config import MAX_TIMEOUT_S
@@ -45,6 +45,40 @@ class CacheArguments(TypedDict, total=False):
 
     use_prefix_cache: bool | None
     cache_salt: str | None
+
+
+class AnswerOptions(SamplingOptions, CacheArguments, total=False):
+    """Keyword arguments of every call that makes an answer."""
+
+    model: str
+    """Needed where a router serves several."""
+    request_id: str
+    """For logs and `abort`. Absent = made by the server."""
+    timeout_s: float | None
+    """Deadline of the whole answer. Absent or None = that of the client's config."""
+
+
+class RequestArguments(CacheArguments):
+    """Arguments of what makes a message of them."""
+
+    model: str
+    request_id: str
+    sampling: SamplingOptions
+
+
+_NOT_SAMPLING = ("model", "request_id", "timeout_s", "use_prefix_cache", "cache_salt")
+
+
+def request_arguments(options: AnswerOptions) -> RequestArguments:
+    """The options of a call, sorted. What no message has a field for is refused with those of sampling."""
+    sampling = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
+    return {
+        "model": options.get("model", ""),
+        "request_id": options.get("request_id", ""),
+        "use_prefix_cache": options.get("use_prefix_cache"),
+        "cache_salt": options.get("cache_salt"),
+        "sampling": cast("SamplingOptions", sampling),
+    }
 
 
 def generate_request(

@@ -10,38 +10,29 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from cluster.client.answers import Answer, PoolStatus, answer_of
-from cluster.client.criticality import with_criticality
-from cluster.client.endpoints import Endpoint, Endpoints, addresses_of
+from cluster.client.base import BaseAnswerStream, BaseClient
+from cluster.client.endpoints import Endpoint
 from cluster.client.errors import call_error
-from cluster.client.failover import Failover, Progress
+from cluster.client.failover import Progress
 from cluster.client.requests import (
-    CacheArguments,
+    AnswerOptions,
     Message,
     Prompt,
-    SamplingOptions,
     chat_request,
-    check_timeout,
     detokenize_request,
     generate_request,
+    request_arguments,
     tokenize_request,
 )
-from cluster.config import ClientConfig
 from cluster.security.channel import open_channel
-from cluster.transport import client_options
+from cluster.transport import Options
 from protos import control_pb2
 
 T = TypeVar("T")
 
 
-class AnswerStream:
+class AnswerStream(BaseAnswerStream):
     """The pieces of one answer, as they come. Leaving its `with` block, or dropping it, ends the request."""
-
-    def __init__(self, endpoints: Endpoints, progress: Progress, failover: Failover) -> None:
-        self._endpoints = endpoints
-        self._progress = progress
-        self._failover = failover
-        self._endpoint = endpoints.current
-        self._call = progress.call(self._endpoint, failover.timeout_s)
 
     def __iter__(self) -> Iterator[Answer]:
         return self
@@ -53,24 +44,14 @@ class AnswerStream:
             except grpc.RpcError as error:
                 self._go_on(error)
             else:
-                self._progress.note(response)
-                self._failover.note_progress()
-                return answer_of(response)
-
-    def cancel(self) -> None:
-        """End the request; the server frees what it holds."""
-        self._call.cancel()
+                return self._take(response)
 
     def _go_on(self, error: Any) -> None:
         """Ask another server for the rest. Raises StopIteration when there is none, and what ends the answer."""
         if self._progress.is_complete:
             raise StopIteration
-        pause_s = self._failover.pause_s(error.code(), is_resuming=self._progress.has_begun)
-        if pause_s is None:
-            raise call_error(error) from error
-        self._endpoint = self._endpoints.leave(self._endpoint)
-        time.sleep(pause_s)
-        self._call = self._progress.call(self._endpoint, self._failover.timeout_s)
+        time.sleep(self._leave(error))
+        self._call_endpoint()
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +62,7 @@ class AnswerStream:
         self.cancel()
 
 
-class GraphpoolClient:
+class GraphpoolClient(BaseClient):
     """Calls one router or replica at `target` (host:port), or the first of several that answers. Thread-safe; failed calls raise CallError.
 
     Several are given as `targets`, or separated by commas. An answer that breaks off because its router is gone goes on
@@ -90,85 +71,25 @@ class GraphpoolClient:
     `token` says who calls; without one GRAPHPOOL_TOKEN is looked at. Raises ValueError when it would travel in the clear.
     """
 
-    def __init__(
-        self,
-        target: str = "",
-        config: ClientConfig | None = None,
-        *,
-        targets: Sequence[str] = (),
-        token: str | None = None,
-    ) -> None:
-        self._config = config or ClientConfig()
-        addresses = addresses_of(target, targets)
-        options = client_options(self._config, is_alone=len(addresses) == 1)
-        security = self._config.security
-        self._endpoints = Endpoints(
-            addresses, lambda address: with_criticality(open_channel(address, security, options, token), self._config)
-        )
-
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-        use_prefix_cache: bool | None = None,
-        cache_salt: str | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Answer:
+    def generate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Answer:
         """Continue a prompt; returns the whole answer."""
-        cache: CacheArguments = {"use_prefix_cache": use_prefix_cache, "cache_salt": cache_salt}
-        request = generate_request(prompt, model=model, request_id=request_id, sampling=sampling, **cache)
-        return answer_of(self._call(lambda one: one.generation.Generate, request, timeout_s))
+        request = generate_request(prompt, **request_arguments(options))
+        return answer_of(self._call(lambda one: one.generation.Generate, request, options.get("timeout_s")))
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-        use_prefix_cache: bool | None = None,
-        cache_salt: str | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> AnswerStream:
+    def stream(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> AnswerStream:
         """Continue a prompt; the answer comes in pieces."""
-        cache: CacheArguments = {"use_prefix_cache": use_prefix_cache, "cache_salt": cache_salt}
-        request = generate_request(prompt, model=model, request_id=request_id, sampling=sampling, **cache)
-        return AnswerStream(self._endpoints, Progress(request), self._failover(timeout_s))
+        request = generate_request(prompt, **request_arguments(options))
+        return AnswerStream(self._endpoints, Progress(request), self._failover(options.get("timeout_s")))
 
-    def chat(
-        self,
-        messages: Iterable[Message],
-        *,
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-        use_prefix_cache: bool | None = None,
-        cache_salt: str | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Answer:
+    def chat(self, messages: Iterable[Message], **options: Unpack[AnswerOptions]) -> Answer:
         """Answer a conversation; returns the whole answer."""
-        cache: CacheArguments = {"use_prefix_cache": use_prefix_cache, "cache_salt": cache_salt}
-        request = chat_request(messages, model=model, request_id=request_id, sampling=sampling, **cache)
-        return answer_of(self._call(lambda one: one.generation.Chat, request, timeout_s))
+        request = chat_request(messages, **request_arguments(options))
+        return answer_of(self._call(lambda one: one.generation.Chat, request, options.get("timeout_s")))
 
-    def chat_stream(
-        self,
-        messages: Iterable[Message],
-        *,
-        model: str = "",
-        request_id: str = "",
-        timeout_s: float | None = None,
-        use_prefix_cache: bool | None = None,
-        cache_salt: str | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> AnswerStream:
+    def chat_stream(self, messages: Iterable[Message], **options: Unpack[AnswerOptions]) -> AnswerStream:
         """Answer a conversation; the answer comes in pieces."""
-        cache: CacheArguments = {"use_prefix_cache": use_prefix_cache, "cache_salt": cache_salt}
-        request = chat_request(messages, model=model, request_id=request_id, sampling=sampling, **cache)
-        return AnswerStream(self._endpoints, Progress(request), self._failover(timeout_s))
+        request = chat_request(messages, **request_arguments(options))
+        return AnswerStream(self._endpoints, Progress(request), self._failover(options.get("timeout_s")))
 
     def tokenize(
         self,
@@ -256,14 +177,8 @@ class GraphpoolClient:
             try:
                 return method(endpoint)(request, timeout=failover.timeout_s)
             except grpc.RpcError as error:
-                pause_s = failover.pause_s(error.code())
-                if pause_s is None:
-                    raise call_error(error) from error
-                endpoint = self._endpoints.leave(endpoint)
+                endpoint, pause_s = self._leave(endpoint, failover, error)
                 time.sleep(pause_s)
 
-    def _failover(self, timeout_s: float | None) -> Failover:
-        return Failover(len(self._endpoints.all), self._config, self._timeout(timeout_s))
-
-    def _timeout(self, timeout_s: float | None) -> float | None:
-        return self._config.timeout_s if timeout_s is None else check_timeout(timeout_s)
+    def _open_channel(self, address: str, options: Options, token: str | None) -> grpc.Channel:
+        return open_channel(address, self._config.security, options, token)
