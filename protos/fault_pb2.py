@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/fault.proto\x12\x0cgraphpool.v1\"\x93\x03\n\rInjectRequest\x12\'\n\x04\x65xit\x18\x01 \x01(\x0b\x32\x17.graphpool.v1.ExitFaultH\x00\x12.\n\x0bhang_engine\x18\x02 \x01(\x0b\x32\x17.graphpool.v1.HangFaultH\x00\x12\x33\n\x10\x62lock_event_loop\x18\x03 \x01(\x0b\x32\x17.graphpool.v1.HangFaultH\x00\x12\x30\n\rstall_mailbox\x18\x04 \x01(\x0b\x32\x17.graphpool.v1.HangFaultH\x00\x12-\n\nslow_steps\x18\x05 \x01(\x0b\x32\x17.graphpool.v1.SlowFaultH\x00\x12,\n\x07nan_row\x18\x06 \x01(\x0b\x32\x19.graphpool.v1.PromptFaultH\x00\x12)\n\x04kill\x18\x07 \x01(\x0b\x32\x19.graphpool.v1.PromptFaultH\x00\x12\x31\n\x0c\x63rash_engine\x18\x08 \x01(\x0b\x32\x19.graphpool.v1.PromptFaultH\x00\x42\x07\n\x05\x66\x61ult\"\x19\n\tExitFault\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x1f\n\tHangFault\x12\x12\n\nduration_s\x18\x01 \x01(\x01\",\n\tSlowFault\x12\x0e\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01\x12\x0f\n\x07\x65xtra_s\x18\x02 \x01(\x01\"L\n\x0bPromptFault\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x14\n\x0c\x61\x66ter_tokens\x18\x02 \x01(\r\x12\r\n\x05times\x18\x03 \x01(\r\"\x10\n\x0eInjectResponse\"\x0e\n\x0c\x43learRequest\"\x0f\n\rClearResponse2\x95\x01\n\x0c\x46\x61ultService\x12\x43\n\x06Inject\x12\x1b.graphpool.v1.InjectRequest\x1a\x1c.graphpool.v1.InjectResponse\x12@\n\x05\x43lear\x12\x1a.graphpool.v1.ClearRequest\x1a\x1b.graphpool.v1.ClearResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/fault.proto\x12\x0cgraphpool.v1\"\xc3\x03\n\rInjectRequest\x12\'\n\x04\x65xit\x18\x01 \x01(\x0b\x32\x17.graphpool.v1.ExitFaultH\x00\x12.\n\x0bhang_engine\x18\x02 \x01(\x0b\x32\x17.graphpool.v1.HangFaultH\x00\x12\x33\n\x10\x62lock_event_loop\x18\x03 \x01(\x0b\x32\x17.graphpool.v1.HangFaultH\x00\x12\x30\n\rstall_mailbox\x18\x04 \x01(\x0b\x32\x17.graphpool.v1.HangFaultH\x00\x12-\n\nslow_steps\x18\x05 \x01(\x0b\x32\x17.graphpool.v1.SlowFaultH\x00\x12,\n\x07nan_row\x18\x06 \x01(\x0b\x32\x19.graphpool.v1.PromptFaultH\x00\x12)\n\x04kill\x18\x07 \x01(\x0b\x32\x19.graphpool.v1.PromptFaultH\x00\x12\x31\n\x0c\x63rash_engine\x18\x08 \x01(\x0b\x32\x19.graphpool.v1.PromptFaultH\x00\x12.\n\x0b\x66lip_weight\x18\t \x01(\x0b\x32\x17.graphpool.v1.FlipFaultH\x00\x42\x07\n\x05\x66\x61ult\"\x19\n\tExitFault\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x1f\n\tHangFault\x12\x12\n\nduration_s\x18\x01 \x01(\x01\",\n\tSlowFault\x12\x0e\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01\x12\x0f\n\x07\x65xtra_s\x18\x02 \x01(\x01\"L\n\x0bPromptFault\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x14\n\x0c\x61\x66ter_tokens\x18\x02 \x01(\r\x12\r\n\x05times\x18\x03 \x01(\r\"(\n\tFlipFault\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\x0b\n\x03\x62it\x18\x02 \x01(\x04\"\x10\n\x0eInjectResponse\"\x0e\n\x0c\x43learRequest\"\x0f\n\rClearResponse2\x95\x01\n\x0c\x46\x61ultService\x12\x43\n\x06Inject\x12\x1b.graphpool.v1.InjectRequest\x1a\x1c.graphpool.v1.InjectResponse\x12@\n\x05\x43lear\x12\x1a.graphpool.v1.ClearRequest\x1a\x1b.graphpool.v1.ClearResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,21 +32,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.fault_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_INJECTREQUEST']._serialized_start=37
-  _globals['_INJECTREQUEST']._serialized_end=440
-  _globals['_EXITFAULT']._serialized_start=442
-  _globals['_EXITFAULT']._serialized_end=467
-  _globals['_HANGFAULT']._serialized_start=469
-  _globals['_HANGFAULT']._serialized_end=500
-  _globals['_SLOWFAULT']._serialized_start=502
-  _globals['_SLOWFAULT']._serialized_end=546
-  _globals['_PROMPTFAULT']._serialized_start=548
-  _globals['_PROMPTFAULT']._serialized_end=624
-  _globals['_INJECTRESPONSE']._serialized_start=626
-  _globals['_INJECTRESPONSE']._serialized_end=642
-  _globals['_CLEARREQUEST']._serialized_start=644
-  _globals['_CLEARREQUEST']._serialized_end=658
-  _globals['_CLEARRESPONSE']._serialized_start=660
-  _globals['_CLEARRESPONSE']._serialized_end=675
-  _globals['_FAULTSERVICE']._serialized_start=678
-  _globals['_FAULTSERVICE']._serialized_end=827
+  _globals['_INJECTREQUEST']._serialized_end=488
+  _globals['_EXITFAULT']._serialized_start=490
+  _globals['_EXITFAULT']._serialized_end=515
+  _globals['_HANGFAULT']._serialized_start=517
+  _globals['_HANGFAULT']._serialized_end=548
+  _globals['_SLOWFAULT']._serialized_start=550
+  _globals['_SLOWFAULT']._serialized_end=594
+  _globals['_PROMPTFAULT']._serialized_start=596
+  _globals['_PROMPTFAULT']._serialized_end=672
+  _globals['_FLIPFAULT']._serialized_start=674
+  _globals['_FLIPFAULT']._serialized_end=714
+  _globals['_INJECTRESPONSE']._serialized_start=716
+  _globals['_INJECTRESPONSE']._serialized_end=732
+  _globals['_CLEARREQUEST']._serialized_start=734
+  _globals['_CLEARREQUEST']._serialized_end=748
+  _globals['_CLEARRESPONSE']._serialized_start=750
+  _globals['_CLEARRESPONSE']._serialized_end=765
+  _globals['_FAULTSERVICE']._serialized_start=768
+  _globals['_FAULTSERVICE']._serialized_end=917
 # @@protoc_insertion_point(module_scope)

@@ -30,6 +30,7 @@ class InjectRequest(_message.Message):
     NAN_ROW_FIELD_NUMBER: _builtins.int
     KILL_FIELD_NUMBER: _builtins.int
     CRASH_ENGINE_FIELD_NUMBER: _builtins.int
+    FLIP_WEIGHT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def exit(self) -> Global___ExitFault: ...
     @_builtins.property
@@ -46,6 +47,8 @@ class InjectRequest(_message.Message):
     def kill(self) -> Global___PromptFault: ...
     @_builtins.property
     def crash_engine(self) -> Global___PromptFault: ...
+    @_builtins.property
+    def flip_weight(self) -> Global___FlipFault: ...
     def __init__(
         self,
         *,
@@ -57,12 +60,13 @@ class InjectRequest(_message.Message):
         nan_row: Global___PromptFault | None = ...,
         kill: Global___PromptFault | None = ...,
         crash_engine: Global___PromptFault | None = ...,
+        flip_weight: Global___FlipFault | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["block_event_loop", b"block_event_loop", "crash_engine", b"crash_engine", "exit", b"exit", "fault", b"fault", "hang_engine", b"hang_engine", "kill", b"kill", "nan_row", b"nan_row", "slow_steps", b"slow_steps", "stall_mailbox", b"stall_mailbox"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_event_loop", b"block_event_loop", "crash_engine", b"crash_engine", "exit", b"exit", "fault", b"fault", "flip_weight", b"flip_weight", "hang_engine", b"hang_engine", "kill", b"kill", "nan_row", b"nan_row", "slow_steps", b"slow_steps", "stall_mailbox", b"stall_mailbox"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_event_loop", b"block_event_loop", "crash_engine", b"crash_engine", "exit", b"exit", "fault", b"fault", "hang_engine", b"hang_engine", "kill", b"kill", "nan_row", b"nan_row", "slow_steps", b"slow_steps", "stall_mailbox", b"stall_mailbox"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_event_loop", b"block_event_loop", "crash_engine", b"crash_engine", "exit", b"exit", "fault", b"fault", "flip_weight", b"flip_weight", "hang_engine", b"hang_engine", "kill", b"kill", "nan_row", b"nan_row", "slow_steps", b"slow_steps", "stall_mailbox", b"stall_mailbox"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fault: _TypeAlias = _typing.Literal["exit", "hang_engine", "block_event_loop", "stall_mailbox", "slow_steps", "nan_row", "kill", "crash_engine"]  # noqa: Y015
+    _WhichOneofReturnType_fault: _TypeAlias = _typing.Literal["exit", "hang_engine", "block_event_loop", "stall_mailbox", "slow_steps", "nan_row", "kill", "crash_engine", "flip_weight"]  # noqa: Y015
     _WhichOneofArgType_fault: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fault) -> _WhichOneofReturnType_fault | None: ...
 
@@ -164,6 +168,32 @@ class PromptFault(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptFault: _TypeAlias = PromptFault  # noqa: Y015
+
+@_typing.final
+class FlipFault(_message.Message):
+    """One bit of one of the model's tensors in memory changes, for good."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    BIT_FIELD_NUMBER: _builtins.int
+    tensor: _builtins.str
+    """by name, such as embedding or layers.0.qkv_weight"""
+    bit: _builtins.int
+    """counted from the tensor's first byte, low bits first"""
+    def __init__(
+        self,
+        *,
+        tensor: _builtins.str = ...,
+        bit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bit", b"bit", "tensor", b"tensor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlipFault: _TypeAlias = FlipFault  # noqa: Y015
 
 @_typing.final
 class InjectResponse(_message.Message):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from worker.bit_flips import BitFlips
 from worker.block_pool import BlockPool
 from worker.config import WorkerConfig
 from worker.deterministic.mode import deterministic_kernels, deterministic_model
@@ -85,7 +86,10 @@ def build_engine(
         engine.runner = FaultyRunner(engine.runner, engine.kv_cache, faults)
     if config.capture == "startup":
         prepare(engine, progress)
-    return BuiltEngine(EngineThread(engine, sink, on_death=on_death), text, served.generation_defaults)
+    thread = EngineThread(engine, sink, on_death=on_death)
+    if faults is not None:
+        faults.on_flip = BitFlips(served.model.module, thread.between_steps)
+    return BuiltEngine(thread, text, served.generation_defaults)
 
 
 def prepare(engine: Engine, progress: Progress | None) -> None:

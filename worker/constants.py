@@ -59,27 +59,6 @@ def constants_of(module: nn.Module) -> list[Constant]:
     return list(found.values())
 
 
-@torch.inference_mode()
-def flip_bit(constants: list[Constant], name: str, bit: int) -> None:
-    """Turn over one bit of a tensor, counted from its first byte, as a fault of the memory would: torch notes nothing.
-
-    Raises ValueError for a tensor or a bit that does not exist.
-    """
-    constant = find_bit(constants, name, bit)
-    octets = constant.words.data.view(torch.uint8)  # `data` has a count of writes of its own
-    octets[bit // 8 : bit // 8 + 1].bitwise_xor_(1 << bit % 8)
-
-
-def find_bit(constants: list[Constant], name: str, bit: int) -> Constant:
-    """The tensor that holds a bit. Raises ValueError if there is none."""
-    constant = next((one for one in constants if one.name == name), None)
-    if constant is None:
-        raise ValueError(f"tensor {name!r} is none of {', '.join(one.name for one in constants[:8])}, ...")
-    if not 0 <= bit < 8 * constant.nbytes:
-        raise ValueError(f"bit {bit} is outside of {name}, which has {8 * constant.nbytes}")
-    return constant
-
-
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Weights first: what is both is a weight."""
     for name, parameter in module.named_parameters():

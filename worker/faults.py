@@ -14,6 +14,9 @@ POLL_S = 0.005
 
 Kind = Literal["nan", "kill", "crash"]
 
+FlipBit = Callable[[str, int], None]
+"""Flips one bit, counted from the first byte, of the model's tensor of that name."""
+
 
 class InjectedCrash(RuntimeError):
     """A step failed because it was told to: what a driver's error would be."""
@@ -55,6 +58,14 @@ class Faults:
         self._hang_until_s = self._stall_until_s = 0.0
         self._factor = 1.0
         self._extra_s = 0.0
+        self.on_flip: FlipBit | None = None
+        """Whoever has weights; None = nobody."""
+
+    def flip_weight(self, tensor: str, bit: int) -> None:
+        """A bit of a weight changes, for good. Raises ValueError for one that does not exist."""
+        if self.on_flip is None:
+            raise ValueError("there are no weights")
+        self.on_flip(tensor, bit)
 
     def hang(self, duration_s: float) -> None:
         """The engine's thread stands still before its next step."""

@@ -63,6 +63,9 @@ class FaultServicer(fault_pb2_grpc.FaultServiceServicer):
             asyncio.get_running_loop().call_later(ANSWER_S, time.sleep, _duration_s(request.block_event_loop))
         elif kind == "slow_steps":
             _checked("slow_steps", lambda: self._faults.slow(request.slow_steps.factor, request.slow_steps.extra_s))
+        elif kind == "flip_weight":
+            flip = request.flip_weight
+            _checked("flip_weight", lambda: self._faults.flip_weight(flip.tensor, flip.bit))
         elif kind in PROMPT_FAULTS:
             self._faults.on_prompt(_prompt_fault(kind, getattr(request, kind)))
         else:
