@@ -3,7 +3,8 @@
     ClusterError
     ├── NoReplicaAvailable      no replica could take the request in time
     ├── ReplicaLost             the replica that was answering is gone
-    │   └── ReplicaUnresponsive its connection stands, but nothing came over it for too long
+    │   ├── ReplicaUnresponsive its connection stands, but nothing came over it for too long
+    │   └── ReplicaUnsound      it found its own memory changed
     ├── RemoteError             a replica ended the request with this status
     ├── AnswerInterrupted       too many replicas were lost under one answer, or none was left
     ├── PoisonedRequest         a request that ends the replica that computes it
@@ -63,6 +64,13 @@ class ReplicaUnresponsive(ReplicaLost):
 
     def __str__(self) -> str:
         return f"replica {self.replica} stopped responding after {self.delivered} tokens of this answer"
+
+
+class ReplicaUnsound(ReplicaLost):
+    """Weights that nobody writes have changed in the replica's memory."""
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} found its memory changed after {self.delivered} tokens of this answer"
 
 
 class RemoteError(ClusterError):

@@ -51,6 +51,7 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     cluster_errors.NoReplicaAvailable: _Code.UNAVAILABLE,
     cluster_errors.ReplicaLost: _Code.UNAVAILABLE,
     cluster_errors.ReplicaUnresponsive: _Code.UNAVAILABLE,
+    cluster_errors.ReplicaUnsound: _Code.UNAVAILABLE,
     cluster_errors.AnswerInterrupted: _Code.UNAVAILABLE,
     cluster_errors.PoisonedRequest: _Code.INTERNAL,
     cluster_errors.BrokenStream: _Code.INTERNAL,

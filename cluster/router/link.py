@@ -33,6 +33,7 @@ STALLED_S = 1.0
 
 TRIAL_PHASES = (replica_pb2.STREAM_PHASE_TRIAL_BEGAN, replica_pb2.STREAM_PHASE_TRIAL_PASSED)
 
+DATA_LOSS: int = grpc.StatusCode.DATA_LOSS.value[0]
 BROKEN = replica_pb2.StreamEvent(error=replica_pb2.StreamError(code=INTERNAL), end=True)
 
 log = logging.getLogger(__name__)
@@ -320,10 +321,15 @@ class Link:
                 elif stream.is_broken:
                     self._note_end(BROKEN)
         if has_failed and self._streams:  # it says goodbye to each of them; together they say more
-            has_stalled = self.load.step_age_s > STALLED_S
-            self._lose_streams(LossKind.STALLED if has_stalled else LossKind.CRASHED)
+            self._lose_streams(self._how_it_failed(frame))
         if frame.HasField("load"):
             self._note_load(frame.load)
+
+    def _how_it_failed(self, frame: replica_pb2.ReplicaFrame) -> LossKind:
+        """From a failed replica's last words."""
+        if any(event.error.code == DATA_LOSS for event in frame.events):
+            return LossKind.UNSOUND
+        return LossKind.STALLED if self.load.step_age_s > STALLED_S else LossKind.CRASHED
 
     def _note_end(self, event: replica_pb2.StreamEvent) -> None:
         was_closed = self.vitals.breaker.is_closed

@@ -16,6 +16,8 @@ class LossKind(enum.Enum):
     """It lives, but its step does not end: a request may be the cause, or the machine."""
     SILENT = "silent"
     """Nothing came over a connection that stands: paused or cut off, which no request brings about."""
+    UNSOUND = "unsound"
+    """It found its own memory changed, which no request brings about either."""
 
 
 class Verdict(enum.Enum):
@@ -47,7 +49,7 @@ def judge(streams: Sequence[Witnessed], kind: LossKind, *, max_rows: int) -> lis
     replica; since the queue is first come, first served, only the oldest that are not known to have left it can be
     meant, and no more of them than there were rows for. `max_rows` 0 = not known: then all.
     """
-    if kind is LossKind.SILENT:
+    if kind in (LossKind.SILENT, LossKind.UNSOUND):
         return [Verdict.INNOCENT] * len(streams)
     if any(stream.is_on_trial for stream in streams):
         alone = Verdict.GUILTY if kind is LossKind.CRASHED else Verdict.STALLED_ALONE

@@ -17,6 +17,7 @@ from cluster.errors import (
     RemoteError,
     ReplicaLost,
     ReplicaUnresponsive,
+    ReplicaUnsound,
 )
 from cluster.metrics.router import RouterMetrics
 from cluster.retry_budget import RetryBudget
@@ -85,7 +86,7 @@ class Resuming:
                 self._trials.end(link, stream)
                 await self._note_refusal(error, request, link, answering)
             except ReplicaLost as error:
-                if not isinstance(error, ReplicaUnresponsive):
+                if not isinstance(error, ReplicaUnresponsive | ReplicaUnsound):
                     self._crashes.note(link.incarnation)
                     answering.crashed_on.add(link.incarnation)
                 self._note_loss(stream.verdict, link, request, answering)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cluster import status
-from cluster.errors import BrokenStream, ReplicaLost, ReplicaUnresponsive, SlowReader
+from cluster.errors import BrokenStream, ReplicaLost, ReplicaUnresponsive, ReplicaUnsound, SlowReader
 from cluster.router.loss import LossKind, Verdict
 from protos import generation_pb2, replica_pb2
 
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from cluster.router.link import Link
 
 MAX_QUEUED_BYTES = 256 * 1024
+ERRORS: dict[LossKind, type[ReplicaLost]] = {
+    LossKind.CRASHED: ReplicaLost,
+    LossKind.STALLED: ReplicaUnresponsive,
+    LossKind.SILENT: ReplicaUnresponsive,
+    LossKind.UNSOUND: ReplicaUnsound,
+}
 
 
 class LinkStream:
@@ -141,7 +147,7 @@ class LinkStream:
     ) -> None:
         """The replica is gone."""
         if not self._has_ended:
-            error = ReplicaLost if kind is LossKind.CRASHED else ReplicaUnresponsive
+            error = ERRORS[kind]
             self.verdict, self.trial_share = verdict, trial_share
             now_s = time.monotonic()
             self.age_s = now_s - self._opened_s

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.config import RouterConfig
-from cluster.errors import RemoteError, ReplicaLost, ReplicaUnresponsive
+from cluster.errors import RemoteError, ReplicaLost, ReplicaUnresponsive, ReplicaUnsound
 from cluster.router.link import Link
 from cluster.router.loss import Verdict
 from cluster.router.stream import LinkStream
@@ -137,6 +137,19 @@ async def test_the_last_words_of_a_failed_replica_lose_all_its_streams_together(
     assert [type(await ended_with(stream)) for stream in streams] == [kind] * 3
     attached.receive(events=goodbye(*streams))
     assert attached.num_fenced == 3
+
+
+async def test_nobody_is_suspected_when_a_replica_found_its_memory_changed() -> None:
+    attached = Attached()
+    streams = [attached.open() for _ in range(3)]
+    for stream, phase in zip(streams, ("SCHEDULED", "TRIAL_BEGAN"), strict=False):
+        attached.tell(stream, phase)
+    events = goodbye(*streams)
+    for event in events:
+        event.error.code = 15
+    attached.receive(state=control_pb2.REPLICA_STATE_FAILED, events=events)
+    assert [stream.verdict for stream in streams] == [Verdict.INNOCENT] * 3
+    assert [type(await ended_with(stream)) for stream in streams] == [ReplicaUnsound] * 3
 
 
 async def test_what_a_draining_replica_ends_is_its_own_word() -> None:

@@ -18,6 +18,7 @@ from cluster.errors import (
     RemoteError,
     ReplicaLost,
     ReplicaUnresponsive,
+    ReplicaUnsound,
     SlowReader,
 )
 from cluster.heap import settle_heap
@@ -96,6 +97,7 @@ async def test_an_error_comes_after_the_pieces_that_arrived_before_it() -> None:
         (LossKind.CRASHED, ReplicaLost),
         (LossKind.SILENT, ReplicaUnresponsive),
         (LossKind.STALLED, ReplicaUnresponsive),
+        (LossKind.UNSOUND, ReplicaUnsound),
     ],
 )
 async def test_a_lost_replica_ends_its_streams_with_the_number_of_tokens_that_came(

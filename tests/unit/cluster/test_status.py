@@ -29,6 +29,7 @@ EXAMPLES: list[tuple[Exception, grpc.StatusCode]] = [
     (cluster_errors.NoReplicaAvailable(1.0), Code.UNAVAILABLE),
     (cluster_errors.ReplicaLost("r", 3), Code.UNAVAILABLE),
     (cluster_errors.ReplicaUnresponsive("r", 3), Code.UNAVAILABLE),
+    (cluster_errors.ReplicaUnsound("r", 3), Code.UNAVAILABLE),
     (cluster_errors.RemoteError(5, "no such model"), Code.NOT_FOUND),
     (cluster_errors.AnswerInterrupted(4, 37), Code.UNAVAILABLE),
     (cluster_errors.PoisonedRequest(), Code.INTERNAL),
