@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from bench import soak
+from bench.options import add_plan_options
 from bench.results_file import Results, cpu_name
 from tests.chaos.cluster_events import Event, together
 from tests.chaos.cluster_model import ModelPlan, run_model
@@ -87,14 +88,9 @@ def measure_model(plan: ModelPlan) -> Results:
 def model_plan_from(arguments: list[str]) -> ModelPlan:
     """By the command line; exits where there can be no cluster."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    standard = ModelPlan()
     parser.add_argument("--model", required=True, help="name or directory, as of a worker")
-    parser.add_argument("--streams", type=int, default=standard.streams)
-    parser.add_argument("--questions", type=int, default=standard.questions)
-    parser.add_argument("--rounds", type=int, default=standard.rounds, help="of a node, a controller and a restart")
-    parser.add_argument("--min-tokens", type=int, default=standard.min_tokens)
-    parser.add_argument("--max-tokens", type=int, default=standard.max_tokens)
-    parser.add_argument("--seed", type=int, default=standard.seed)
+    numbers = dict.fromkeys(("streams", "questions", "min_tokens", "max_tokens", "seed"))
+    add_plan_options(parser, ModelPlan(), **numbers, rounds="of a node, a controller and a restart")
     options = parser.parse_args(arguments)
     if (problem := missing()) is not None:
         parser.error(problem)

@@ -6,8 +6,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from bench.kernels import DecodeBench
 
 ROUNDS = 20
@@ -50,16 +48,9 @@ def kernel_shares(bench: DecodeBench, step_us: float) -> list[dict[str, Any]]:
 
 def traced(bench: DecodeBench) -> list[Launch]:
     """Every kernel of ROUNDS replays, in order of their ends."""
-    from torch.profiler import ProfilerActivity, profile
-
-    graph = bench.capture()
-    graph.replay()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(ROUNDS):
-            graph.replay()
-        torch.cuda.synchronize()
+    profiler = bench.profiled(ROUNDS)
     assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
     events = profiler.profiler.kineto_results.events()
     found = [
         Launch(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())

@@ -16,11 +16,11 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from bench.peers import device_ms
+from bench.peers import captured, device_ms
 from bench.results_file import Results
 from bench.shapes import SHAPES
 from worker.causal_lm import CausalLM, NativeCausalLM
@@ -32,6 +32,9 @@ from worker.model.architecture import DecoderConfig
 from worker.model.decoder import Decoder
 from worker.model.load import randomise
 from worker.step_kernels import choose_kernels
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 BLOCK_SIZE = 16
 TIERS = (256, 1024, 4096, 16384)
@@ -115,11 +118,7 @@ class DecodeBench:
             return decode_step(self.model, self.kernels, self.inputs.views(self.batch, self.width))[0]
 
     def capture(self) -> torch.cuda.CUDAGraph:
-        self.step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step()
+        graph = captured(self.step)
         self.reset()
         return graph
 
@@ -133,17 +132,24 @@ class DecodeBench:
 
         return device_ms(replays, rounds=1, blocks=blocks) / REPLAYS
 
-    def kernel_table(self) -> list[dict[str, Any]]:
-        """Microseconds and launches of every kernel in one step, from the profiler's view of replays."""
+    def profiled(self, rounds: int) -> profile:
+        """What the profiler saw of so many replays."""
         from torch.profiler import ProfilerActivity, profile
 
-        graph, rounds = self.capture(), 10
+        graph = self.capture()
         graph.replay()
         torch.cuda.synchronize()
+        profiler: profile
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(rounds):
                 graph.replay()
             torch.cuda.synchronize()
+        return profiler
+
+    def kernel_table(self) -> list[dict[str, Any]]:
+        """Microseconds and launches of every kernel in one step, from the profiler's view of replays."""
+        rounds = 10
+        profiler = self.profiled(rounds)
         rows = [
             {"kernel": event.key[:90], "launches": event.count / rounds, "us": event.device_time_total / rounds}
             for event in profiler.key_averages()
@@ -200,12 +206,7 @@ def attention_ms(model: CausalLM, batch: int, context: int, tier: int | None = N
         for index, layout in enumerate(layouts):
             attend.attend_qkv(index, qkv, views.positions, layout)
 
-    layers()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers()
-    return device_ms(graph.replay, rounds=20, blocks=5)
+    return device_ms(captured(layers).replay, rounds=20, blocks=5)
 
 
 def sweep_plans(model: CausalLM, batch: int, context: int, tier: int | None) -> list[dict[str, Any]]:
@@ -237,12 +238,7 @@ def prefill_ms(model: CausalLM, kernels: Kernels, length: int) -> float:
         attend = bench.kernels.fresh(slots=positions + BLOCK_SIZE)
         bench.kernels.greedy(model.compute(token_ids, positions, attend, last))
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return device_ms(graph.replay, rounds=20, blocks=5)
+    return device_ms(captured(step).replay, rounds=20, blocks=5)
 
 
 class ModelBench:

@@ -36,6 +36,16 @@ def host_ms(work: Callable[[], Any], rounds: int = 30, warm: int = 5) -> float:
     return float(1e3 * median(seconds))
 
 
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """`run` as a graph; it is compiled and warm before."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
 def device_ms(work: Callable[[], Any], rounds: int = 50, blocks: int = 5) -> float:
     """Median over blocks of milliseconds a call takes on the device when calls follow each other."""
     work()

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from bench.options import add_plan_options
 from bench.pool_clients import Offer, Seen, drive, warm
 from bench.results_file import Results, cpu_name
 from tests.chaos.chaos_pool import ChaosPool, chaos_pool
@@ -199,15 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     standard = Plan()
     parser.add_argument("--replicas", type=int, nargs="+", default=standard.replicas)
-    parser.add_argument("--rows", type=int, default=standard.rows, help="of a replica")
-    parser.add_argument("--step-ms", type=float, default=standard.step_ms)
-    parser.add_argument("--tokens", type=int, default=standard.tokens, help="of an answer")
-    parser.add_argument(
-        "--occupancy", type=float, default=standard.occupancy, help="part of the capacity that is asked for"
-    )
-    parser.add_argument("--clients", type=int, default=standard.clients, help="processes that ask")
-    parser.add_argument("--seconds", type=float, default=standard.seconds)
-    parser.add_argument("--seed", type=int, default=standard.seed)
+    add_plan_options(parser, standard, rows="of a replica", tokens="of an answer", clients="processes that ask")
+    add_plan_options(parser, standard, occupancy="part of the capacity that is asked for")
+    add_plan_options(parser, standard, step_ms=None, seconds=None, seed=None)
     options = vars(parser.parse_args(arguments))
     results = measure(Plan(**{**options, "replicas": tuple(options["replicas"])}))
     print(results.write())

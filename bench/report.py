@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.options import folder_path
 from bench.report_tables import tables_of
 from bench.results_file import RESULTS
 
@@ -28,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--check", action="store_true")
     options.add_argument("--show", metavar="NAME")
     options.add_argument("--no-plots", action="store_true")
-    options.add_argument("--results", type=Path, default=RESULTS)
-    options.add_argument("--root", type=Path, default=ROOT)
+    options.add_argument("--results", type=folder_path, default=RESULTS)
+    options.add_argument("--root", type=folder_path, default=ROOT)
     args = options.parse_args(arguments)
     documents = read_results(args.results)
     if args.show:

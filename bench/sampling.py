@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.kernels import CUDA, REPLAYS, DecodeBench, native_model
-from bench.peers import device_ms
+from bench.peers import captured, device_ms
 from bench.results_file import Results
 from tests.fakes.sampled_rows import Rows, sequence
 from worker import sampler
@@ -76,16 +76,6 @@ def is_equal_to_plain(rows: Rows) -> bool:
     return torch.equal(expected[0], found[0]) and all(
         torch.equal(getattr(plain, name), getattr(fused, name)) for name in state
     )
-
-
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`run` as a graph; it is compiled and warm before."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def graph_us(*graphs: torch.cuda.CUDAGraph, before: Callable[[], None] = lambda: None) -> float:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from bench.options import folder_path
 from bench.replica_grpc import hardware
 from bench.results_file import RESULTS, Results
 from bench.serve_memory import MemoryWatch
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="llama-3.2-1b", help="a shape, tiny, embedded, or a directory")
     parser.add_argument("--limit-s", type=float, help="for everything; default 225 s for one GPU, 385 s for two")
     parser.add_argument("--skip-starts", action="store_true", help="leave the starts in the fast mode out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=folder_path, default=RESULTS)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="gp-model-") as folder:
         plan = plan_of(options, Path(folder))

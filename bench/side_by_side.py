@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.options import folder_path
 from bench.peer_vllm import ANSWER, PROMPT, prompts
 from bench.results_file import Results, versions
 from bench.shapes import SHAPES
@@ -141,9 +142,9 @@ def compare(name: str, folder: Path, site: Path | None, results: Results) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama-3.2-1b"], choices=list(SHAPES))
-    parser.add_argument("--vllm", type=Path, help="folder of packages that holds vLLM")
+    parser.add_argument("--vllm", type=folder_path, help="folder of packages that holds vLLM")
     parser.add_argument("--only", help=argparse.SUPPRESS)
-    parser.add_argument("folder", type=Path, nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("folder", type=folder_path, nargs="?", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
         (name,) = options.models

@@ -16,6 +16,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 
+from bench.options import add_plan_options
 from bench.results_file import Results, cpu_name
 from bench.soak_trend import LIMITS, Points, Trend, trend
 from tests.chaos.cluster_vitals import Life, Reading
@@ -182,14 +183,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.cluster soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    standard = SoakPlan()
-    parser.add_argument("--minutes", type=float, default=standard.minutes)
-    parser.add_argument("--warm-up-s", type=float, default=standard.warm_up_s)
-    parser.add_argument("--kill-every-s", type=float, default=standard.kill_every_s)
-    parser.add_argument("--occupancy", type=float, default=standard.occupancy, help="part of the capacity")
-    parser.add_argument("--replicas", type=int, default=standard.replicas)
-    parser.add_argument("--step-s", type=float, default=standard.step_s)
-    parser.add_argument("--seed", type=int, default=standard.seed)
+    times = dict.fromkeys(("minutes", "warm_up_s", "kill_every_s", "step_s"))
+    add_plan_options(parser, SoakPlan(), **times, occupancy="part of the capacity", replicas=None, seed=None)
     options = parser.parse_args(arguments)
     if (problem := missing()) is not None:
         parser.error(problem)
