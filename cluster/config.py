@@ -96,6 +96,8 @@ class RouterConfig:
     """How long an answer that lost its replica waits for another one."""
     quarantine_s: float = 600.0
     """How long requests like one that was proven to end replicas are refused."""
+    split_quotas: bool = True
+    """Divide tenants' quotas by the number of routers that share replicas; else each router gives out all of them."""
     announce_period_s: float = 1.0
     """How often replicas are told to announce themselves; after three periods of silence a lost one is forgotten."""
     silence_timeout_s: float = 2.0

@@ -22,6 +22,8 @@ DEPLOYMENT_NAME = "replica"
 SERVE_LOGGING = {"log_level": "ERROR", "enable_access_log": False}
 HEAD_ADDRESS = "head-address"
 """As the host of one of `routers`: the address of the cluster's head, which nobody knows before the cloud gives it one."""
+LIVE = frozenset({"routers"})
+"""What a replica's config says and its process takes while it runs."""
 STOP_MARGIN_S = 5.0
 """What Serve waits beyond the drain before it kills a replica."""
 
@@ -98,8 +100,8 @@ def build_app(config: PoolConfig) -> Application:
 def application_of(kind: type, config: PoolConfig, *made_of: dict[str, Any]) -> Application:
     """Replicas of that kind, constructed with `made_of` and the drain's length.
 
-    A change of `made_of`, of `revision`, resources or environment, or of this code's version replaces them in turn.
-    Everything else (their number, `scaling`, the drain, health checks) changes while they run.
+    A change of `made_of` but its routers, of `revision`, resources or environment, or of this code's version replaces
+    them in turn. Everything else (routers, their number, `scaling`, the drain, health checks) changes while they run.
     """
     from ray import serve
 
@@ -111,7 +113,7 @@ def application_of(kind: type, config: PoolConfig, *made_of: dict[str, Any]) -> 
         name=DEPLOYMENT_NAME,
         **replicas_of(config),
         ray_actor_options=options,
-        user_config={"drain_timeout_s": config.drain_timeout_s},
+        user_config={"drain_timeout_s": config.drain_timeout_s, "routers": list(config.replica.routers)},
         # Requests do not come through Serve; its own limits must never bind.
         max_ongoing_requests=1,
         graceful_shutdown_wait_loop_s=0.1,
@@ -121,8 +123,9 @@ def application_of(kind: type, config: PoolConfig, *made_of: dict[str, Any]) -> 
         max_constructor_retry_count=config.max_start_attempts,
         max_surge_percent=SURGE_PERCENT if may_surge(config, options) else 0,
     )
+    fixed = [{name: value for name, value in values.items() if name not in LIVE} for values in made_of]
     deployment._deployment_config = VersionedConfig.of(
-        deployment._deployment_config, code_version(*made_of, config.revision)
+        deployment._deployment_config, code_version(*fixed, config.revision)
     )
     return deployment.bind(*made_of, config.drain_timeout_s)
 

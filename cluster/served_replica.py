@@ -44,8 +44,13 @@ class ServedReplica:
         await self._process.server.wait_routed(ROUTED_WITHIN_S)
 
     async def reconfigure(self, changed: Mapping[str, Any]) -> None:
-        """Take what may change while the replica runs. Serve calls it after the start, too."""
+        """Take what may change while the replica runs. Serve calls it after the start, too.
+
+        The config it comes from has checked it: Serve ends a replica that raises here.
+        """
+        assert self._process is not None, "Serve changes no replica before it has started"
         self._drain_timeout_s = float(changed["drain_timeout_s"])
+        self._process.server.announce_to(changed["routers"])
 
     async def check_health(self) -> None:
         """Raise when the engine makes no progress although it has work, or the replica was drained by request.

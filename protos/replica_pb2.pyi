@@ -248,6 +248,32 @@ class TrialNoted(_message.Message):
 Global___TrialNoted: _TypeAlias = TrialNoted  # noqa: Y015
 
 @_typing.final
+class PoisonVerdict(_message.Message):
+    """A request was proven to end replicas: whatever is like it is refused for a while."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.bytes
+    """16 bytes of a hash that is keyed with the pool's secret, where there is one"""
+    ttl_s: _builtins.float
+    """what is left of that while"""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.bytes = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoisonVerdict: _TypeAlias = PoisonVerdict  # noqa: Y015
+
+@_typing.final
 class RouterFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -255,6 +281,7 @@ class RouterFrame(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     TRIAL_NOTED_FIELD_NUMBER: _builtins.int
+    POISON_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
@@ -263,6 +290,10 @@ class RouterFrame(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def trial_noted(self) -> Global___TrialNoted: ...
+    @_builtins.property
+    def poison(self) -> Global___PoisonVerdict:
+        """the replica tells its other routers"""
+
     def __init__(
         self,
         *,
@@ -270,12 +301,13 @@ class RouterFrame(_message.Message):
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
         trial_noted: Global___TrialNoted | None = ...,
+        poison: Global___PoisonVerdict | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit", "trial_noted", b"trial_noted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "poison", b"poison", "submit", b"submit", "trial_noted", b"trial_noted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit", "trial_noted", b"trial_noted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "poison", b"poison", "submit", b"submit", "trial_noted", b"trial_noted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "trial_noted"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "trial_noted", "poison"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -385,15 +417,23 @@ class ReplicaFrame(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     FRAMES_HEARD_FIELD_NUMBER: _builtins.int
+    NUM_ROUTERS_FIELD_NUMBER: _builtins.int
+    POISONS_FIELD_NUMBER: _builtins.int
     state: _control_pb2.ReplicaState.ValueType
     frames_heard: _builtins.int
     """RouterFrames that have arrived on this stream: a way that is cut on one side shows by it"""
+    num_routers: _builtins.int
+    """that are attached, this one included; with the load"""
     @_builtins.property
     def hello(self) -> Global___ReplicaHello: ...
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamEvent]: ...
     @_builtins.property
     def load(self) -> _control_pb2.Load: ...
+    @_builtins.property
+    def poisons(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoisonVerdict]:
+        """of other routers"""
+
     def __init__(
         self,
         *,
@@ -402,10 +442,12 @@ class ReplicaFrame(_message.Message):
         load: _control_pb2.Load | None = ...,
         state: _control_pb2.ReplicaState.ValueType = ...,
         frames_heard: _builtins.int = ...,
+        num_routers: _builtins.int = ...,
+        poisons: _abc.Iterable[Global___PoisonVerdict] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "frames_heard", b"frames_heard", "hello", b"hello", "load", b"load", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "frames_heard", b"frames_heard", "hello", b"hello", "load", b"load", "num_routers", b"num_routers", "poisons", b"poisons", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

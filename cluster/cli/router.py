@@ -50,6 +50,14 @@ def router(
     client_certs: security.ClientCerts = True,
     tokens: security.Tokens = None,
     pool_token: security.PoolToken = None,
+    split_quotas: Annotated[
+        bool,
+        typer.Option(
+            "--split-quotas/--whole-quotas",
+            help="Divide tenants' quotas by the number of routers, or let each router give out all of them.",
+            rich_help_panel=security.SECURITY,
+        ),
+    ] = True,
     insecure: options.Insecure = False,
 ) -> None:
     """Run a router alone: it spreads requests over the replicas given here and those that announce themselves to it.
@@ -78,6 +86,7 @@ def router(
             policy=policy.value,
             max_waiting=max_waiting,
             max_wait_s=max_wait_s,
+            split_quotas=split_quotas,
         )
     run_until_stopped(lambda: _serve(config, drain_s))
 

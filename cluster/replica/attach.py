@@ -9,6 +9,7 @@ import grpc
 
 from cluster import status
 from cluster.config import ReplicaConfig
+from cluster.replica.attached import AttachedRouters
 from cluster.replica.engine_backend import EngineBackend
 from cluster.replica.session import AttachSession
 from protos import replica_pb2, replica_pb2_grpc
@@ -30,6 +31,7 @@ class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):
         on_answered: Callable[[str], None],
     ) -> None:
         """`on_answered` is told the name of a router that has had a whole answer."""
+        self.routers = AttachedRouters()
         self._backend = backend
         self._config = config
         self._hello = hello
@@ -46,7 +48,9 @@ class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):
         request_iterator: object,  # noqa: ARG002  # the session reads from the context
         context: Context,
     ) -> None:
-        session = AttachSession(self._backend, self._config, self._hello(), on_answered=self._on_answered)
+        session = AttachSession(
+            self._backend, self._config, self._hello(), routers=self.routers, on_answered=self._on_answered
+        )
         self._sessions.add(session)
         try:
             async with status.on_error(context):

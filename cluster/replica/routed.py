@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -19,10 +20,17 @@ class Routed:
         self._answered: set[str] = set()
         self._changed = asyncio.Event()
 
-    def announce_to(self, addresses: Sequence[str]) -> None:
-        """These are the addresses from now on."""
+    @property
+    def names(self) -> set[str]:
+        """Of the routers that have taken an announcement."""
+        return {name for name in self._names.values() if name}
+
+    def announce_to(self, addresses: Sequence[str]) -> set[str]:
+        """These are the addresses from now on; returns the names of routers that are at none of them, as far as is known."""
+        before = self.names
         self._names = {address: self._names.get(address, "") for address in addresses}
         self._changed.set()
+        return before - self.names
 
     def note_taken(self, address: str, router: str) -> None:
         """The router of this name has taken an announcement at the address."""
@@ -58,6 +66,14 @@ class Routed:
                 await asyncio.wait_for(self._changed.wait(), min(left_s, absent_s) if absent_s > 0 else left_s)
             except TimeoutError:
                 continue
+
+    async def wait_heard(self, timeout_s: float = ABSENT_AFTER_S) -> None:
+        """Wait until a router has taken an announcement at each address, for at most that long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._present != self._names.keys():
+                    self._changed.clear()
+                    await self._changed.wait()
 
     @property
     def _present(self) -> set[str]:

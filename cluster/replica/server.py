@@ -100,7 +100,7 @@ class ReplicaServer:
             period_s=config.announce_period_s,
             keepalive=config.keepalive,
             security=config.security,
-            on_taken=self._routed.note_taken,
+            on_taken=self._note_taken,
         )
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,9 +162,15 @@ class ReplicaServer:
         log.info("replica %s (%s) serves %s at %s", self.name, self.incarnation, self._engine.info.model, self.address)
 
     def announce_to(self, routers: Sequence[str]) -> None:
-        """Announce to these routers instead of the configured ones."""
-        self._routed.announce_to(routers)
+        """Announce to these routers instead of those so far.
+
+        Routers that are no longer among them find this replica draining: what they run here is finished, and nothing
+        new is taken from them.
+        """
+        left = self._routed.announce_to(routers)
         self._announcer.announce_to(routers)
+        if left:
+            self._spawn(self._leave(left))
 
     async def wait_routed(self, timeout_s: float) -> bool:
         """Wait until each router that takes announcements has had an answer, and one at least; False if not in time.
@@ -251,6 +257,15 @@ class ReplicaServer:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _leave(self, routers: set[str]) -> None:
+        await self._routed.wait_heard()  # one of them may only have another address now
+        self._attach.routers.dismiss(routers - self._routed.names)
+
+    def _note_taken(self, address: str, router: str) -> None:
+        self._routed.note_taken(address, router)
+        if router in self._routed.names:
+            self._attach.routers.readmit(router)
 
     def _state_changed(self) -> None:
         if self._lifecycle.state in (State.STOPPED, State.FAILED):

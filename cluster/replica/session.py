@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -17,10 +17,13 @@ from cluster.config import ReplicaConfig
 from cluster.criticality import criticality_from_proto, use_criticality
 from cluster.delivered import Delivered
 from cluster.errors import MalformedMessage, SlowReader
+from cluster.replica.attached import AttachedRouters
 from cluster.replica.engine_backend import EngineBackend
+from cluster.replica.lifecycle import State
 from cluster.replica.live_request import LiveRequest, Origin
 from cluster.tracing import use_trace_parent
 from protos import replica_pb2
+from worker.errors import Draining
 from worker.request import Phase
 
 PHASES = {
@@ -31,6 +34,8 @@ PHASES = {
 MIN_TRIAL_TOKENS = 2
 FRAME_BYTES = 512 * 1024
 """A frame takes no further answers past this."""
+LINGER_S = 1.0
+"""From telling a router that it is left to ending its stream, at least: requests may be on their way."""
 LAST_WRITE_S = 0.5
 """What a frame that is being written at the end may take."""
 
@@ -51,11 +56,16 @@ class AttachSession:
         config: ReplicaConfig,
         hello: replica_pb2.ReplicaHello,
         *,
+        routers: AttachedRouters | None = None,
         on_answered: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`on_answered` is told the router's name when a whole answer has gone out, such as that to the canary."""
+        self.router = ""
+        """The router's name; "" until it has said it."""
         self._on_answered = on_answered
-        self._router = ""
+        self._routers = AttachedRouters() if routers is None else routers
+        self._dismissed_s: float | None = None
+        self._verdicts: dict[bytes, float] = {}
         self._backend = backend
         self._config = config
         self._hello: replica_pb2.ReplicaHello | None = hello
@@ -80,10 +90,12 @@ class AttachSession:
         """Serve until the router hangs up. Raises SlowReader or MalformedMessage if it misbehaves."""
         tasks = [asyncio.create_task(work) for work in (self._read(context), self._write(context), self._tick())]
         unsubscribe = self._backend.lifecycle.subscribe(self._state_changed)
+        self._routers.add(self)
         try:
             await asyncio.wait((*tasks, self._over), return_when=asyncio.FIRST_COMPLETED)
         finally:
             unsubscribe()
+            self._routers.discard(self)
             self._close()
             for task in tasks:
                 task.cancel()
@@ -99,6 +111,23 @@ class AttachSession:
     def hang_up(self) -> None:
         """Send what there is and end."""
         self._is_ending = True
+        self._wake.set()
+
+    def dismiss(self) -> None:
+        """See RouterSession."""
+        if self._dismissed_s is None:
+            log.info("router %.64r is none of this replica's any more", self.router)
+            self._dismissed_s = time.monotonic()
+            self._state_changed()
+
+    def readmit(self) -> None:
+        """See RouterSession."""
+        self._dismissed_s = None
+        self._state_changed()
+
+    def tell(self, verdicts: Mapping[bytes, float]) -> None:
+        """See RouterSession."""
+        self._verdicts.update(verdicts)
         self._wake.set()
 
     def touch(self, live: LiveRequest) -> None:
@@ -129,9 +158,12 @@ class AttachSession:
                 self._cancel(frame.cancel.stream_id)
             elif kind == "trial_noted":
                 self._note_seen(frame.trial_noted.stream_id)
+            elif kind == "poison":
+                self._routers.note_verdict(self, frame.poison.fingerprint, frame.poison.ttl_s)
             elif kind == "hello":
-                self._router = frame.hello.router
+                self.router = frame.hello.router
                 log.info("router %.64r is attached", frame.hello.router)
+                self._routers.note_name(self)
 
     async def _write(self, context: Context) -> None:
         self._wake.set()
@@ -150,7 +182,7 @@ class AttachSession:
                 for live in ended:
                     self._backend.close(live)
             if any(live.error is None for live in ended):
-                self._on_answered(self._router)
+                self._on_answered(self.router)
             self._writing_since_s = None
             if self._is_ending and not self._dirty and not self._wake.is_set():
                 return
@@ -161,6 +193,8 @@ class AttachSession:
             await asyncio.sleep(self._config.load_period_s)
             self._is_load_due = True
             self._wake.set()
+            if self._is_through:
+                self.hang_up()
             if sum(live.pending_bytes for live in self._dirty) > self._config.max_pending_bytes:
                 self._give_up(SlowReader(self._config.max_pending_bytes, "bytes"))
             since_s = self._writing_since_s
@@ -184,6 +218,8 @@ class AttachSession:
         use_criticality(criticality_from_proto(submit.criticality))
         use_trace_parent(submit.trace_parent)
         try:
+            if self._dismissed_s is not None:
+                raise Draining
             delivered = Delivered.from_proto(submit.delivered, submit.next_sequence)
             trial_tokens = max(submit.trial_tokens, MIN_TRIAL_TOKENS) if submit.is_trial else 0
             origin = Origin(self._backend.name, submit.attempt, stream_id, delivered, trial_tokens)
@@ -218,12 +254,31 @@ class AttachSession:
             frame.hello.CopyFrom(self._hello)
             self._hello = None
         if self._is_state_due:
-            frame.state = self._backend.lifecycle.state.value
+            frame.state = self._state.value
+        frame.poisons.extend(
+            replica_pb2.PoisonVerdict(fingerprint=fingerprint, ttl_s=ttl_s)
+            for fingerprint, ttl_s in self._verdicts.items()
+        )
+        self._verdicts.clear()
         ended = self._pack_answers(frame)
         if self._is_load_due:
             frame.load.CopyFrom(self._backend.load())
+            frame.num_routers = self._routers.count
         self._is_state_due = self._is_load_due = False
         return frame, ended
+
+    @property
+    def _state(self) -> State:
+        """The replica's, as this router is to treat it."""
+        state = self._backend.lifecycle.state
+        return State.DRAINING if self._dismissed_s is not None and state is State.READY else state
+
+    @property
+    def _is_through(self) -> bool:
+        """Whether a router that was left has had all it asked for, and whatever it sent before it knew has arrived."""
+        if self._dismissed_s is None or time.monotonic() - self._dismissed_s < LINGER_S:
+            return False
+        return not (self._streams or self._starting or self._dirty or self._refused)
 
     def _pack_answers(self, frame: replica_pb2.ReplicaFrame) -> list[LiveRequest]:
         due = tuple(self._dirty if self._is_flush_due else self._urgent)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import grpc
 
@@ -22,12 +22,15 @@ from cluster.router.connection import Connection
 from cluster.router.jitter import Jitter
 from cluster.router.loss import LossKind, Verdict, judge, trial_shares
 from cluster.router.policies import Candidate
+from cluster.router.quarantine import Quarantine
 from cluster.router.stream import LinkStream
 from cluster.router.vitals import INTERNAL, Vitals
 from protos import control_pb2, generation_pb2, replica_pb2
 from worker.request import Criticality
 
 JITTER = 0.2
+LEFT_FAILURES = 16
+"""As many failed connections in a row does one count for that a replica ended in order."""
 STALLED_S = 1.0
 """A failed replica whose last report was of a step this old did not crash: the step did not end."""
 
@@ -59,6 +62,7 @@ class Link:
         incarnation: str = "",
         has_others: Callable[[Link], bool] = lambda _: False,
         on_fenced: Callable[[], None] = lambda: None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.address = address
         self.name = address
@@ -67,6 +71,8 @@ class Link:
         self.load = control_pb2.Load()
         self.outstanding_tokens = 0
         """Placed here and neither delivered nor ended."""
+        self.num_routers = 0
+        """Attached to the replica, this one included; 0 = it has not said."""
         self.vitals = Vitals(
             pause_min_s=config.breaker_pause_min_s,
             pause_max_s=config.breaker_pause_max_s,
@@ -77,6 +83,7 @@ class Link:
         self._probe = probe
         self._on_change = on_change
         self._on_fenced = on_fenced
+        self._quarantine = Quarantine(config.quarantine_s) if quarantine is None else quarantine
         self._expected_incarnation = incarnation
         self._foreign_tokens = 0
         self._free_slots: tuple[tuple[int, int], ...] = ()
@@ -85,7 +92,7 @@ class Link:
         self._num_sequences = self._foreign_sequences = 0
         self._jitter = Jitter()
         self._reported: control_pb2.ReplicaState.ValueType = control_pb2.REPLICA_STATE_UNSPECIFIED
-        self._is_retired = self._was_attached = False
+        self._is_retired = self._was_attached = self._has_left = False
         self._connection: Connection | None = None
         self._streams: dict[int, LinkStream] = {}
         self._numbers = itertools.count(1)
@@ -236,6 +243,14 @@ class Link:
         if self._streams.pop(stream_id, None) is not None and cancel:
             self._cancel(stream_id)
 
+    def tell(self, verdicts: Mapping[bytes, float]) -> None:
+        """Let the replica's other routers know what they had better refuse."""
+        if self._connection is None or self.model is None:
+            return
+        for key, ttl_s in verdicts.items():
+            verdict = replica_pb2.PoisonVerdict(fingerprint=key, ttl_s=ttl_s)
+            self._connection.send(replica_pb2.RouterFrame(poison=verdict))
+
     def _release(self, stream_id: int) -> None:
         """Its sequences hold rows no more."""
         self._num_sequences -= self._sizes.pop(stream_id, 0)
@@ -250,7 +265,8 @@ class Link:
             self._was_attached = False
             reason = await self._attach()
             log.info("replica %s (%s): %s", self.name, self.address, reason)
-            failures = 0 if self._was_attached else failures + 1
+            # One that has left on purpose says so when it is back.
+            failures = LEFT_FAILURES if self._has_left else 0 if self._was_attached else failures + 1
             await self._pause(failures)
 
     async def _attach(self) -> str:
@@ -263,9 +279,10 @@ class Link:
 
     def _lose(self, connection: Connection) -> None:
         self.vitals.note_loss(was_expected=not self.is_attached or self._is_leaving or connection.is_closing)
+        self._has_left = self._is_leaving
         self._connection = self.model = None
         self._reported = control_pb2.REPLICA_STATE_UNSPECIFIED
-        self._foreign_tokens = 0
+        self._foreign_tokens = self.num_routers = 0
         if self._admission is not None:
             self._admission.cancel()
             self._admission = None
@@ -322,7 +339,10 @@ class Link:
                     self._note_end(BROKEN)
         if has_failed and self._streams:  # it says goodbye to each of them; together they say more
             self._lose_streams(self._how_it_failed(frame))
+        for verdict in frame.poisons:
+            self._quarantine.learn(verdict.fingerprint, verdict.ttl_s)
         if frame.HasField("load"):
+            self.num_routers = frame.num_routers
             self._note_load(frame.load)
 
     def _how_it_failed(self, frame: replica_pb2.ReplicaFrame) -> LossKind:
@@ -360,6 +380,7 @@ class Link:
             return
         self.name, self.incarnation, self.model = hello.replica, hello.incarnation, hello.model
         self._was_attached = True
+        self.tell(self._quarantine.verdicts)
 
     def _report(self, state: control_pb2.ReplicaState.ValueType) -> None:
         if state == self._reported or not self.is_attached:

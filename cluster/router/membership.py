@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.config import RouterConfig, check_address, check_name
 from cluster.errors import StaleIncarnation
 from cluster.router.link import Link
+from cluster.router.quota_share import QuotaShare, next_share
 from cluster.router.slowness import Pace, Slowness, compare
 from protos import control_pb2, replica_pb2
 from worker.errors import InvalidRequest
@@ -52,6 +53,8 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._leaving: list[Link] = []
         self._num_past_trips = 0
+        self.quota_share = QuotaShare()
+        """Of how many routers this one is, as its replicas say."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -84,6 +87,16 @@ class Membership:
                 by_model.setdefault(link.model.name, []).append((link.vitals.slowness, link.vitals.pace))
         for replicas in by_model.values():
             compare(replicas, self._clock())
+
+    def count_routers(self) -> None:
+        """See how many routers there are."""
+        num_seen = max((link.num_routers for link in self.links), default=0)
+        self.quota_share = next_share(self.quota_share, num_seen, self._clock())
+
+    def tell(self, verdicts: Mapping[bytes, float]) -> None:
+        """Let other routers know what they had better refuse."""
+        for link in self.links:
+            link.tell(verdicts)
 
     def start(self) -> None:
         """Dial the configured replicas and watch over the announced ones."""
@@ -151,6 +164,7 @@ class Membership:
         while True:
             await asyncio.sleep(COMPARE_PERIOD_S)
             self.compare()
+            self.count_routers()
 
 
 def _check(request: replica_pb2.AnnounceRequest) -> None:

@@ -48,13 +48,14 @@ class Pool:
         server_info: Callable[[], control_pb2.ServerInfo],
         on_change: Callable[[], None],
         metrics: RouterMetrics,
+        quarantine: Quarantine,
     ) -> None:
         self._config = config
         self._membership = membership
         self._placement = Placement(config, membership, policy)
-        self._quarantine = Quarantine(config.quarantine_s)
+        self._quarantine = quarantine
         self._admission = Admission(config)
-        self._resuming = Resuming(config, self._placement, quarantine=self._quarantine, metrics=metrics)
+        self._resuming = Resuming(config, self._placement, quarantine=quarantine, metrics=metrics)
         self._server_info = server_info
         self._on_change = on_change
         self._answering: dict[str, Answering] = {}

@@ -5,49 +5,67 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from cluster.codec import AnyRequest
 from cluster.errors import PoisonedRequest
+from cluster.expiring_set import ExpiringSet
 
 MAX_ENTRIES = 1024
+FINGERPRINT_BYTES = 16
 
 
 class Quarantine:
-    """Remembers what requests were like, not what they said: the newest MAX_ENTRIES, each for `ttl_s`."""
+    """Remembers what requests were like, not what they said: the newest MAX_ENTRIES, each for `ttl_s`.
 
-    def __init__(self, ttl_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `secret` keys the fingerprints: the same for all routers of a pool, which learn from each other. `on_verdict` is told
+    the fingerprint and the time of each request that was proven guilty here.
+    """
+
+    def __init__(
+        self,
+        ttl_s: float,
+        *,
+        secret: Callable[[], str] = lambda: "",
+        on_verdict: Callable[[Mapping[bytes, float]], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._ttl_s = ttl_s
-        self._clock = clock
-        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._secret = secret
+        self._on_verdict = on_verdict
+        self._entries = ExpiringSet(MAX_ENTRIES, clock=clock)
 
     def __len__(self) -> int:
-        return len(self._until_s)
+        return len(self._entries)
+
+    @property
+    def verdicts(self) -> Mapping[bytes, float]:
+        """Fingerprints of what is refused, and for how many seconds more."""
+        return self._entries.left()
 
     def add(self, request: AnyRequest) -> None:
         """Refuse requests like this one for a while."""
-        key = fingerprint(request)
-        self._until_s[key] = self._clock() + self._ttl_s
-        self._until_s.move_to_end(key)
-        if len(self._until_s) > MAX_ENTRIES:
-            self._until_s.popitem(last=False)
+        key = fingerprint(request, self._secret())
+        self._entries.add(key, self._ttl_s)
+        self._on_verdict({key: self._ttl_s})
+
+    def learn(self, key: bytes, ttl_s: float) -> None:
+        """Refuse what another router found guilty, for as long as it does and no longer than this one would.
+
+        What is known already keeps its own time: news that comes around again makes nothing last longer.
+        """
+        ttl_s = min(ttl_s, self._ttl_s)
+        if len(key) == FINGERPRINT_BYTES and ttl_s > 0 and key not in self._entries:
+            self._entries.add(key, ttl_s)
 
     def check(self, request: AnyRequest) -> None:
         """Raise PoisonedRequest for a request like one that is held here."""
-        if not self._until_s:
-            return
-        key = fingerprint(request)
-        until_s = self._until_s.get(key)
-        if until_s is None:
-            return
-        if self._clock() < until_s:
+        if len(self._entries) and fingerprint(request, self._secret()) in self._entries:
             raise PoisonedRequest
-        del self._until_s[key]
 
 
-def fingerprint(request: AnyRequest) -> bytes:
-    """Equal for requests of one model, prompt and sampling.
+def fingerprint(request: AnyRequest, secret: str = "") -> bytes:
+    """Equal for requests of one model, prompt and sampling; with a secret, of no use to anybody without it.
 
     Ids differ with each try, a seed that was drawn does too, and where cached blocks come from changes nothing.
     """
@@ -55,5 +73,7 @@ def fingerprint(request: AnyRequest) -> bytes:
     for field in ("request_id", "use_prefix_cache", "cache_salt"):
         bare.ClearField(field)
     bare.sampling.ClearField("seed")
-    kind = request.DESCRIPTOR.name.encode()
-    return hashlib.blake2b(bare.SerializeToString(deterministic=True), digest_size=16, person=kind[:16]).digest()
+    kind = request.DESCRIPTOR.name.encode()[:16]
+    key = hashlib.blake2b(secret.encode()).digest() if secret else b""
+    text = bare.SerializeToString(deterministic=True)
+    return hashlib.blake2b(text, digest_size=FINGERPRINT_BYTES, key=key, person=kind).digest()

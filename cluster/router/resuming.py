@@ -75,6 +75,7 @@ class Resuming:
         self._budget.request()
         while not answering.delivered.is_complete:
             link = await self._choose(request, answering)
+            self._quarantine.check(request)  # another router may have found it guilty meanwhile
             stream = self._place(link, request, answering)
             try:
                 async for piece in stream:

@@ -30,6 +30,7 @@ from cluster.router.link import Link
 from cluster.router.membership import Membership
 from cluster.router.policies import POLICIES, Policy
 from cluster.router.pool import Pool
+from cluster.router.quarantine import Quarantine
 from cluster.security.guard import Authenticate, Guard
 from cluster.security.tenancy import Tenancy
 from cluster.transport import ConnectionAge, bind, create_server, offer_reflection
@@ -58,9 +59,12 @@ class RouterServer:
         self._rpcs = RpcCounter(generation.SERVICE)
         self._guard = Guard(config.security)
         self._gate = FairGate(self._num_rows, check_wait=self._check_wait)
-        self._tenancy = Tenancy(self._guard, self._gate)
+        self._tenancy = Tenancy(self._guard, self._gate, num_sharing=self._num_sharing)
         self._exporter = MetricsExporter(config.metrics_listen, self._collect, self._guard, page=self._page)
         self._membership = Membership(config, self._create_link)
+        self._quarantine = Quarantine(
+            config.quarantine_s, secret=lambda: self._guard.pool_token, on_verdict=self._membership.tell
+        )
         self._pool = Pool(
             config,
             self._membership,
@@ -68,6 +72,7 @@ class RouterServer:
             server_info=self._server_info,
             on_change=self._readiness_changed,
             metrics=self._metrics,
+            quarantine=self._quarantine,
         )
         self._generation = GenerationServicer(
             self._pool, max_streams=config.max_streams, tenancy=self._tenancy, reader_timeout_s=config.reader_timeout_s
@@ -148,10 +153,14 @@ class RouterServer:
             on_fenced=self._metrics.fenced,
             incarnation=incarnation,
             has_others=self._membership.has_others,
+            quarantine=self._quarantine,
         )
 
     async def _probe(self, link: Link) -> None:
         await run_canary(link, timeout_s=self._config.canary_timeout_s)
+
+    def _num_sharing(self) -> int:
+        return self._membership.quota_share.num_routers if self._config.split_quotas else 1
 
     def _num_rows(self) -> int:
         return num_rows(link.load for link in self._membership.links if link.is_ready)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import QuotaExceeded
 
@@ -36,6 +36,17 @@ class Quota:
     def burst(self) -> float:
         """The bucket's size."""
         return self.burst_tokens or 10 * self.tokens_per_s
+
+    def part_of(self, num_sharing: int) -> Quota:
+        """What each of so many servers gives out; of streams at the same time a whole number, rounded up."""
+        if num_sharing <= 1:
+            return self
+        return replace(
+            self,
+            tokens_per_s=self.tokens_per_s / num_sharing,
+            burst_tokens=self.burst_tokens / num_sharing,
+            max_streams=math.ceil(self.max_streams / num_sharing),
+        )
 
 
 class TokenBucket:

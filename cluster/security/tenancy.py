@@ -74,7 +74,16 @@ class Spending:
 class Tenancy:
     """Of one server. Without a file of tenants there is nothing to hold anybody to."""
 
-    def __init__(self, guard: Guard, gate: Gate | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        gate: Gate | None = None,
+        *,
+        num_sharing: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`num_sharing` is the number of servers that give out a quota together, this one included."""
+        self._num_sharing = num_sharing
         self._guard = guard
         self._gate = gate
         self._clock = clock
@@ -148,6 +157,7 @@ class Tenancy:
         yield counter("tenant_refused_requests", "Requests over their tenant's quota.", refused, ("tenant",))
         yield gauge("tenant_streams", "Requests being answered or waiting for their turn.", streams, ("tenant",))
         yield counter("refused_calls", "Calls of callers who are not known or not allowed.", calls, ("code",))
+        yield plain_gauge("quota_routers", "Routers that give out each quota together.", self._num_sharing())
         num_waiting = 0 if self._gate is None else self._gate.num_waiting
         yield plain_gauge("waiting_turns", "Requests that wait for their tenant's turn.", num_waiting)
 
@@ -170,10 +180,11 @@ class Tenancy:
     def _account(self, name: str) -> tuple[Account, float]:
         tenant = self._guard.tenant(name)
         quota, weight = (tenant.quota, tenant.weight) if tenant is not None else (Quota(), 1.0)
+        part = quota.part_of(self._num_sharing())
         account = self._accounts.get(name)
         if account is None:
-            account = self._accounts[name] = Account(name, quota, clock=self._clock)
-        account.change(quota)
+            account = self._accounts[name] = Account(name, part, clock=self._clock)
+        account.change(part)
         return account, weight
 
 

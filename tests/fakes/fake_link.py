@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cluster.router.vitals import Vitals
 from protos import control_pb2
 
@@ -15,6 +17,8 @@ class FakeLink:
         self.incarnation = incarnation
         self.outstanding_tokens = 0
         self.num_streams = 0
+        self.num_routers = 0
+        self.told: list[Mapping[bytes, float]] = []
         self.is_attached = True
         self.is_ready = True
         self.model = control_pb2.ModelInfo(name="model")
@@ -24,6 +28,9 @@ class FakeLink:
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:
         self.forgotten.append((stream_id, cancel))
+
+    def tell(self, verdicts: Mapping[bytes, float]) -> None:
+        self.told.append(verdicts)
 
     def start(self) -> None:
         self.calls.append("start")

@@ -38,6 +38,7 @@ class ServedScript:
 
     async def reconfigure(self, changed: dict[str, Any]) -> None:
         self._drain_timeout_s = float(changed["drain_timeout_s"])
+        self._server.announce_to(changed["routers"])
 
     async def check_health(self) -> None:
         self._server.check()
@@ -69,10 +70,11 @@ class ServedPool:
         drain_timeout_s: float = 20.0,
         surge: bool | None = False,
         num_cpus: float = 0.1,
+        routers: tuple[str, ...] = (),
         **knobs: Any,
     ) -> None:
-        """Make the application what it is to be, without waiting for it."""
-        replica = ReplicaConfig(routers=(self.router.address,), announce_period_s=0.2)
+        """Make the application what it is to be, without waiting for it; no `routers` means the pool's own."""
+        replica = ReplicaConfig(routers=routers or (self.router.address,), announce_period_s=0.2)
         config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling, surge=surge)
         await self.ray.call(deploy_script, config, knobs, drain_timeout_s, num_cpus)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -115,6 +116,7 @@ def version_of(config: PoolConfig) -> str:
         {"health_check_period_s": 2.0, "health_check_timeout_s": 9.0, "max_start_attempts": 1},
         {"worker": WorkerConfig(device="cpu"), "replica": ReplicaConfig(routers=("127.0.0.1:50050",))},
         {"replica": replace(ROUTED, flush_interval_ms=8)},
+        {"replica": replace(ROUTED, routers=("127.0.0.1:50051", "10.0.0.7:50050"))},
     ],
 )
 def test_what_replicas_are_not_made_of_leaves_them_alone(changed: dict[str, Any]) -> None:
@@ -127,7 +129,7 @@ def test_what_replicas_are_not_made_of_leaves_them_alone(changed: dict[str, Any]
     [
         {"worker": WorkerConfig(device="cpu", max_batch=4)},
         {"worker": WorkerConfig(device="cpu", tiers=(8, 16, 32, 64))},
-        {"replica": ReplicaConfig(routers=("127.0.0.1:50051",))},
+        {"replica": replace(ROUTED, routers=("127.0.0.1:50051",), listen="127.0.0.1:50052")},
         {"replica": replace(ROUTED, flush_interval_ms=8.5)},
         {"revision": "2"},
     ],
@@ -135,6 +137,13 @@ def test_what_replicas_are_not_made_of_leaves_them_alone(changed: dict[str, Any]
 def test_what_replicas_are_made_of_replaces_them(changed: dict[str, Any]) -> None:
     config = PoolConfig(worker=WorkerConfig(device="cpu"), replica=ROUTED)
     assert version_of(replace(config, **changed)) != version_of(config)
+
+
+def test_running_replicas_are_told_of_their_routers() -> None:
+    routers = ("127.0.0.1:50051", "[fd00::1]:50050")
+    deployment = build_app(PoolConfig(replica=replace(ROUTED, routers=routers)))._bound_deployment
+    assert json.loads(json.dumps(deployment.user_config))["routers"] == list(routers)
+    assert deployment.init_args[1]["routers"] == routers, "those that a new replica asks for names before it is told"
 
 
 def test_another_release_replaces_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,17 +130,19 @@ async def test_a_config_of_another_version_is_refused_by_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .ServedReplica.__del__. was never awaited")  # Serve awaits it
-async def test_the_time_to_drain_changes_while_a_replica_runs() -> None:
+async def test_the_time_to_drain_and_the_routers_change_while_a_replica_runs() -> None:
     served = ServedReplica.__new__(ServedReplica)
     graces: list[float] = []
+    routers: list[str] = []
 
     async def close(*, grace_s: float) -> None:
         graces.append(grace_s)
 
-    served._process = SimpleNamespace(close=close)  # type: ignore[assignment]
-    await served.reconfigure({"drain_timeout_s": 30})
+    served._process = SimpleNamespace(close=close, server=SimpleNamespace(announce_to=routers.extend))  # type: ignore[assignment]
+    await served.reconfigure({"drain_timeout_s": 30, "routers": ["a:1", "b:2"]})
     await served.__del__()
     assert graces == [30.0]
+    assert routers == ["a:1", "b:2"]
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .ServedReplica.__del__. was never awaited")  # Serve awaits it

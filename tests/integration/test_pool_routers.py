@@ -1,0 +1,151 @@
+"""Several routers over the same replicas: which they are, what they give out together, what they tell each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.client import InternalError, Unavailable
+from cluster.replica import session
+from cluster.router import quota_share
+from protos import control_pb2, fault_pb2, fault_pb2_grpc
+from tests.fakes.script import script
+from tests.fakes.script_engine import ScriptKnobs
+from tests.fakes.script_pool import FAST, ScriptPool, ScriptReplica, script_pool, start_replica
+from tests.fakes.waiting import until
+
+PROMPT = (10, 20, 30)
+POISON = (66, 6)
+DRAINING = control_pb2.REPLICA_STATE_DRAINING
+
+
+@asynccontextmanager
+async def two_routers(step_s: float = 0.005) -> AsyncIterator[tuple[ScriptPool, ScriptPool, ScriptReplica]]:
+    """Both with the same replica."""
+    async with script_pool(1, knobs=ScriptKnobs(step_s=step_s)) as first, script_pool(0) as second:
+        (one,) = first.replicas
+        one.server.announce_to((first.router.address, second.router.address))
+        await second.router.wait_ready(timeout_s=5)
+        yield first, second, one
+
+
+async def test_a_router_that_is_left_finishes_what_runs_gets_nothing_new_and_forgets_the_replica() -> None:
+    async with two_routers() as (first, second, one):
+        stream = first.client.stream(PROMPT, max_tokens=400, seed=1)
+        pieces = [await anext(stream)]
+        one.server.announce_to((second.router.address,))
+        await until(lambda: list(first.states.values()) == [DRAINING], 2)
+        with pytest.raises(Unavailable):
+            await first.client.generate(PROMPT, max_tokens=2)
+        pieces += [piece async for piece in stream]
+        assert tuple(token for piece in pieces for token in piece.token_ids) == script(PROMPT, 1, 0, 400)
+        assert {piece.execution.attempts for piece in pieces if piece.execution} == {1}
+        assert (await second.client.generate(PROMPT, max_tokens=2)).token_ids
+        await until(lambda: first.states == {}, 10)
+        assert second.num_ready == 1
+
+
+async def test_what_a_router_sends_before_it_knows_that_it_is_left_is_served_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with two_routers() as (first, second, one):
+        other = await start_replica(replace(one.server._config, routers=(first.router.address,)))
+        await first.router.wait_ready(2, timeout_s=5)
+        monkeypatch.setattr(session.AttachSession, "_state_changed", lambda _: None)  # the news is lost on its way
+        one.server.announce_to((second.router.address,))
+        await asyncio.sleep(0.2)
+        assert first.num_ready == 2
+        answers = await asyncio.gather(*(first.client.generate(PROMPT, max_tokens=8, seed=1) for _ in range(8)))
+        assert {answer.token_ids for answer in answers} == {script(PROMPT, 1, 0, 8)}
+        assert {answer.execution.replica for answer in answers if answer.execution} == {other.server.name}
+        await other.stop()
+
+
+async def test_a_router_that_only_has_another_address_notices_nothing() -> None:
+    async with two_routers() as (first, second, one):
+        states: list[dict[str, int]] = []
+        port = first.router.address.rpartition(":")[2]
+        one.server.announce_to((f"localhost:{port}", second.router.address))
+        for _ in range(30):
+            states.append(first.states)
+            await asyncio.sleep(0.1)
+        assert all(state == states[0] for state in states)
+
+
+async def test_a_router_that_is_back_is_served_at_once() -> None:
+    async with two_routers() as (first, second, one):
+        both = (first.router.address, second.router.address)
+        one.server.announce_to(both[1:])
+        await until(lambda: first.num_ready == 0, 2)
+        one.server.announce_to(both)
+        await until(lambda: first.num_ready == 1, 1)
+        await asyncio.sleep(2 * session.LINGER_S)
+        assert first.num_ready == 1
+        one.server.announce_to(both[1:])
+        await until(lambda: first.states == {}, 10)
+        one.server.announce_to(both)
+        await until(lambda: first.num_ready == 1, 2)
+
+
+async def test_routers_know_by_how_many_a_quota_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota_share, "HOLD_S", 1.0)
+    monkeypatch.setattr(quota_share.next_share, "__kwdefaults__", {"hold_s": 1.0})
+    async with two_routers() as (first, second, one):
+        shares = [pool.router._num_sharing for pool in (first, second)]
+        await until(lambda: [share() for share in shares] == [2, 2], 2)
+        one.server.announce_to((second.router.address,))
+        await until(lambda: shares[1]() == 1, 5)
+
+
+async def test_with_whole_quotas_each_router_gives_out_all_of_them() -> None:
+    async with script_pool(1, router=replace(FAST, split_quotas=False)) as first, script_pool(0) as second:
+        first.replicas[0].server.announce_to((first.router.address, second.router.address))
+        await until(lambda: second.router._num_sharing() == 2, 5)
+        assert first.router._membership.quota_share.num_routers == 2
+        assert first.router._num_sharing() == 1
+
+
+async def poisoned(address: str) -> None:
+    """Make a replica end when it computes POISON."""
+    fault: Any = fault_pb2.PromptFault(prompt_token_ids=POISON)
+    async with grpc.aio.insecure_channel(address) as channel:
+        await fault_pb2_grpc.FaultServiceStub(channel).Inject(fault_pb2.InjectRequest(kill=fault))
+
+
+async def test_what_one_router_found_guilty_no_other_router_tries() -> None:
+    async with script_pool(0) as first, script_pool(0) as second:
+        routers = [first.router.address, second.router.address]
+        for name in ("r0", "r1", "r2"):
+            await poisoned((await first.spawn(name, {"routers": routers, "enable_fault_injection": True})).address)
+        await second.router.wait_ready(3, timeout_s=10)
+        for pool in (first, second, first, second):
+            with pytest.raises(InternalError) as caught:
+                await pool.client.generate(POISON, max_tokens=4)
+            assert caught.value.is_poison
+        assert sum(process.process.returncode is None for process in first.processes) == 1
+        assert (await second.client.generate(PROMPT, max_tokens=2)).token_ids
+
+
+async def test_a_verdict_that_ended_every_replica_is_there_before_the_first_successor_takes_anything() -> None:
+    patient = replace(FAST, wait_for_replica_s=20.0)
+    async with script_pool(0, router=patient) as first, script_pool(0, router=patient) as second:
+        options = {"routers": [first.router.address, second.router.address], "enable_fault_injection": True}
+        for name in ("r0", "r1"):
+            await poisoned((await first.spawn(name, options)).address)
+        await second.router.wait_ready(2, timeout_s=10)
+        with pytest.raises(InternalError):
+            await first.client.generate(POISON, max_tokens=4)
+        await until(lambda: second.num_ready == 0, 5)
+        again = asyncio.create_task(second.client.generate(POISON, max_tokens=4))
+        await asyncio.sleep(0.2)
+        successor = await first.spawn("r0", options, step_s=0.02)  # a canary takes its time; the news none
+        with pytest.raises(InternalError) as caught:
+            await again
+        assert caught.value.is_poison
+        assert successor.process.returncode is None
