@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.fakes.served_script import ServedPool, apply_config, served_pool
 from cluster.autoscale.config import ScalingConfig  # isort: skip
 from cluster.config import RouterConfig
 from tests.fakes.script import script
+from tests.fakes.script_pool import script_pool
 from tests.fakes.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -191,3 +193,28 @@ async def test_a_config_file_is_applied_as_a_program_does(pool: ServedPool) -> N
     await until(partial(is_whole, pool, 3, before), 120)
     await clients.end()
     assert clients.least_ready >= 1
+
+
+async def test_another_list_of_routers_leaves_replicas_and_running_answers_alone(pool: ServedPool) -> None:
+    first = await deployed(pool, 2)
+    prompt, mine = [5, 6, 7], pool.router.address
+    async with script_pool(0, router=replace(ROUTER, listen="127.0.0.1:0")) as other:
+        stream = pool.client.stream(prompt, max_tokens=500, seed=1)
+        pieces = [await anext(stream)]
+        await pool.deploy(num_replicas=2, routers=(mine, other.router.address), **KNOBS)
+        began_s = time.monotonic()
+        await until(lambda: other.num_ready == 2, 20)
+        assert time.monotonic() - began_s < 3
+        replica = {"routers": [other.router.address], "announce_period_s": 0.2}
+        values = {"num_replicas": 2, "replica": replica, "knobs": KNOBS, "surge": False, "drain_timeout_s": 20.0}
+        await pool.ray.call(apply_config, values)
+        await until(lambda: not pool.ready, 20)
+        pieces += [piece async for piece in stream]
+        assert tuple(token for piece in pieces for token in piece.token_ids) == script(prompt, 1, 0, 500)
+        assert {piece.execution.attempts for piece in pieces if piece.execution} == {1}
+        await until(lambda: not pool.router.pool.loads(), 20)
+        assert {load.incarnation for load in other.router.pool.loads()} == first
+        assert (await other.client.generate(prompt, max_tokens=4, seed=2)).token_ids == script(prompt, 2, 0, 4)
+        await pool.deploy(scaling=replace(SCALING, min_replicas=3), routers=(mine,), **KNOBS)
+        await until(lambda: len(pool.ready) == 3, 60)
+        assert first < incarnations(pool)
