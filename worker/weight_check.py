@@ -50,6 +50,7 @@ class WeightCheck:
         device = constants[0].words.device
         self._prints = Fingerprints(device, max_pieces=MAX_PIECES)
         self._pieces = [(one, words) for one in constants for words in one.pieces(piece_words(device))]
+        self._watched_bytes = sum(constant.nbytes for constant in constants)
         self._known: list[Fingerprint] = []
         """Of each piece; as many as there are once the first pass is over."""
         self._next = self._first = 0
@@ -87,7 +88,7 @@ class WeightCheck:
         return WeightCheckSnapshot(
             passes=self._num_passes,
             checked_bytes=self._num_bytes,
-            watched_bytes=sum(words.nbytes for _, words in self._pieces),
+            watched_bytes=self._watched_bytes,
             age_s=self._clock() - self._sound_s,
         )
 
@@ -135,12 +136,15 @@ class WeightCheck:
         self._pass_due_s = self._pass_began_s + self._interval_s
         self._pass_began_s, self._next = None, 0
         self._num_passes += not is_first
-        kept = [place for place, (constant, _) in enumerate(self._pieces) if not constant.is_changed_on_purpose]
-        if len(kept) < len(self._pieces):
-            changed = {constant.name for constant, _ in self._pieces if constant.is_changed_on_purpose}
-            log.warning("no longer watched for changes, since torch writes them: %s", ", ".join(sorted(changed)))
-            self._pieces = [self._pieces[place] for place in kept]
-            self._known = [self._known[place] for place in kept]
+        if changed := {one.name: one for one, _ in self._pieces if one.is_changed_on_purpose}:
+            self._let_go(changed)
+
+    def _let_go(self, changed: dict[str, Constant]) -> None:
+        log.warning("no longer watched for changes, since torch writes them: %s", ", ".join(changed))
+        kept = [place for place, (constant, _) in enumerate(self._pieces) if constant.name not in changed]
+        self._pieces = [self._pieces[place] for place in kept]
+        self._known = [self._known[place] for place in kept]
+        self._watched_bytes -= sum(constant.nbytes for constant in changed.values())
 
 
 def weight_check_of(module: nn.Module, *, interval_s: float) -> WeightCheck | None:
