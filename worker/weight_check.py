@@ -62,6 +62,8 @@ class WeightCheck:
 
     def advance(self, *, has_work: bool) -> None:
         """Do what is due, if anything. Raises WeightsCorrupted, and is of no use after that."""
+        if self._pass_began_s is None and self._clock() < self._pass_due_s:
+            return
         if self._prints.is_under_way and not self._take():
             return
         if self.due_in_s(has_work=has_work) > 0:
