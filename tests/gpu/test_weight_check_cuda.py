@@ -155,25 +155,20 @@ def test_a_bit_of_two_gigabytes_is_found(weights: Weights, bit: int) -> None:
         flip_bit(constant, bit)
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-def test_graphs_give_what_they_gave_with_slices_between_all_steps(
-    model: Any, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_give_what_they_gave_with_slices_between_all_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_check, "IDLE_SHARE", 1.0)
-    plain = tiny_engine(model, weight_check_interval_s=0, deterministic=deterministic, max_batch=8)
-    looking = tiny_engine(model, weight_check_interval_s=ALWAYS, deterministic=deterministic, max_batch=8)
-    early = answers(looking, look=True)  # slices between warm-ups and captures, too
+    plain = tiny_engine(model, weight_check_interval_s=0, max_batch=8)
+    looking = tiny_engine(model, weight_check_interval_s=ALWAYS, max_batch=8)
+    answers(looking, look=True)
     for engine in (plain, looking):
-        assert isinstance(engine.runner, GraphRunner)
         while engine.prepare_next():
-            engine.check_weights()
+            engine.check_weights()  # between warm-ups and captures, too
     assert answers(looking, look=True) == answers(plain, look=False)
-    if deterministic:
-        assert early == answers(plain, look=False)
-    assert not looking.runner.dispatcher.quarantined  # type: ignore[attr-defined]
     assert looking.load().weights.passes >= 5
     for engine in (plain, looking):
-        engine.runner.session.close()  # type: ignore[attr-defined]
+        assert isinstance(engine.runner, GraphRunner)
+        assert not engine.runner.dispatcher.quarantined
+        engine.runner.session.close()
 
 
 class Sink:
