@@ -123,6 +123,6 @@ def _graphs(load: LoadSnapshot) -> Iterator[Metric]:
 def _weights(load: LoadSnapshot) -> Iterator[Metric]:
     weights = load.weights
     yield plain_counter("weight_checks", "Times that all weights were found as they were loaded.", weights.passes)
-    yield plain_counter("weight_checked_bytes", "Bytes of weights found as loaded.", weights.checked_bytes)
+    yield plain_counter("weight_checked_bytes", "Bytes of weights that were compared.", weights.checked_bytes)
     yield plain_gauge("weight_check_bytes", "Bytes that one pass over the weights looks at.", weights.watched_bytes)
     yield plain_gauge("weight_check_age_seconds", "Since the last pass over the weights ended.", weights.age_s)
