@@ -20,7 +20,7 @@ from cluster.router.admission import Room, rows_of
 from cluster.router.breaker import BreakerState
 from cluster.router.connection import Connection
 from cluster.router.jitter import Jitter
-from cluster.router.loss import LossKind, Verdict, judge, trial_shares
+from cluster.router.loss import LossKind, Verdict, how_it_failed, judge, trial_shares
 from cluster.router.policies import Candidate
 from cluster.router.quarantine import Quarantine
 from cluster.router.stream import LinkStream
@@ -31,12 +31,9 @@ from worker.request import Criticality
 JITTER = 0.2
 LEFT_FAILURES = 16
 """As many failed connections in a row does one count for that a replica ended in order."""
-STALLED_S = 1.0
-"""A failed replica whose last report was of a step this old did not crash: the step did not end."""
 
 TRIAL_PHASES = (replica_pb2.STREAM_PHASE_TRIAL_BEGAN, replica_pb2.STREAM_PHASE_TRIAL_PASSED)
 
-DATA_LOSS: int = grpc.StatusCode.DATA_LOSS.value[0]
 BROKEN = replica_pb2.StreamEvent(error=replica_pb2.StreamError(code=INTERNAL), end=True)
 
 log = logging.getLogger(__name__)
@@ -338,18 +335,13 @@ class Link:
                 elif stream.is_broken:
                     self._note_end(BROKEN)
         if has_failed and self._streams:  # it says goodbye to each of them; together they say more
-            self._lose_streams(self._how_it_failed(frame))
+            codes = (event.error.code for event in frame.events)
+            self._lose_streams(how_it_failed(codes, step_age_s=self.load.step_age_s))
         for verdict in frame.poisons:
             self._quarantine.learn(verdict.fingerprint, verdict.ttl_s)
         if frame.HasField("load"):
             self.num_routers = frame.num_routers
             self._note_load(frame.load)
-
-    def _how_it_failed(self, frame: replica_pb2.ReplicaFrame) -> LossKind:
-        """From a failed replica's last words."""
-        if any(event.error.code == DATA_LOSS for event in frame.events):
-            return LossKind.UNSOUND
-        return LossKind.STALLED if self.load.step_age_s > STALLED_S else LossKind.CRASHED
 
     def _note_end(self, event: replica_pb2.StreamEvent) -> None:
         was_closed = self.vitals.breaker.is_closed

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+import grpc
+
+STALLED_S = 1.0
+"""A failed replica whose last report was of a step this old did not crash: the step did not end."""
+DATA_LOSS: int = grpc.StatusCode.DATA_LOSS.value[0]
 
 
 class LossKind(enum.Enum):
@@ -39,6 +45,13 @@ class Witnessed(Protocol):
     """It has left the queue."""
     is_on_trial: bool
     """Steps compute it and nothing else."""
+
+
+def how_it_failed(codes: Iterable[int], *, step_age_s: float) -> LossKind:
+    """How a replica was lost that said itself that it is over, by the codes it ended its requests with."""
+    if any(code == DATA_LOSS for code in codes):
+        return LossKind.UNSOUND
+    return LossKind.STALLED if step_age_s > STALLED_S else LossKind.CRASHED
 
 
 def judge(streams: Sequence[Witnessed], kind: LossKind, *, max_rows: int) -> list[Verdict]:
