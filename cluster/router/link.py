@@ -24,7 +24,7 @@ from cluster.router.loss import LossKind, Verdict, how_it_failed, judge, trial_s
 from cluster.router.policies import Candidate
 from cluster.router.quarantine import Quarantine
 from cluster.router.stream import LinkStream
-from cluster.router.vitals import INTERNAL, Vitals
+from cluster.router.vitals import BROKEN, Vitals
 from protos import control_pb2, generation_pb2, replica_pb2
 from worker.request import Criticality
 
@@ -33,8 +33,6 @@ LEFT_FAILURES = 16
 """As many failed connections in a row does one count for that a replica ended in order."""
 
 TRIAL_PHASES = (replica_pb2.STREAM_PHASE_TRIAL_BEGAN, replica_pb2.STREAM_PHASE_TRIAL_PASSED)
-
-BROKEN = replica_pb2.StreamEvent(error=replica_pb2.StreamError(code=INTERNAL), end=True)
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +80,10 @@ class Link:
         self._on_fenced = on_fenced
         self._quarantine = Quarantine(config.quarantine_s) if quarantine is None else quarantine
         self._expected_incarnation = incarnation
-        self._foreign_tokens = 0
         self._free_slots: tuple[tuple[int, int], ...] = ()
         self._num_placed_since = self._prompt_tokens_since = 0
         self._sizes: dict[int, int] = {}
-        self._num_sequences = self._foreign_sequences = 0
+        self._num_sequences = self._foreign_sequences = self._foreign_tokens = 0
         self._jitter = Jitter()
         self._reported: control_pb2.ReplicaState.ValueType = control_pb2.REPLICA_STATE_UNSPECIFIED
         self._is_retired = self._was_attached = self._has_left = False
@@ -335,8 +332,7 @@ class Link:
                 elif stream.is_broken:
                     self._note_end(BROKEN)
         if has_failed and self._streams:  # it says goodbye to each of them; together they say more
-            codes = (event.error.code for event in frame.events)
-            self._lose_streams(how_it_failed(codes, step_age_s=self.load.step_age_s))
+            self._lose_streams(how_it_failed(frame.events, step_age_s=self.load.step_age_s))
         for verdict in frame.poisons:
             self._quarantine.learn(verdict.fingerprint, verdict.ttl_s)
         if frame.HasField("load"):

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import grpc
 
+from protos import replica_pb2
+
 STALLED_S = 1.0
 """A failed replica whose last report was of a step this old did not crash: the step did not end."""
 DATA_LOSS: int = grpc.StatusCode.DATA_LOSS.value[0]
@@ -47,9 +49,9 @@ class Witnessed(Protocol):
     """Steps compute it and nothing else."""
 
 
-def how_it_failed(codes: Iterable[int], *, step_age_s: float) -> LossKind:
-    """How a replica was lost that said itself that it is over, by the codes it ended its requests with."""
-    if any(code == DATA_LOSS for code in codes):
+def how_it_failed(last_words: Iterable[replica_pb2.StreamEvent], *, step_age_s: float) -> LossKind:
+    """How a replica was lost that said itself that it is over, by how it ended its requests."""
+    if any(event.error.code == DATA_LOSS for event in last_words):
         return LossKind.UNSOUND
     return LossKind.STALLED if step_age_s > STALLED_S else LossKind.CRASHED
 

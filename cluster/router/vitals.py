@@ -19,6 +19,8 @@ BREAKERS = {
 }
 MAX_JUMP_S = 1.0
 INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
+BROKEN = replica_pb2.StreamEvent(error=replica_pb2.StreamError(code=INTERNAL), end=True)
+"""Stands for the end of a stream whose pieces did not fit together."""
 
 
 class StepWatch:
