@@ -33,7 +33,6 @@ LEFT_FAILURES = 16
 """As many failed connections in a row does one count for that a replica ended in order."""
 
 TRIAL_PHASES = (replica_pb2.STREAM_PHASE_TRIAL_BEGAN, replica_pb2.STREAM_PHASE_TRIAL_PASSED)
-
 log = logging.getLogger(__name__)
 
 
