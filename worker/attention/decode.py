@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from worker.attention.pooled import PooledAttention, Scoring
 from worker.kv_cache import KVCache
 
 
-class PagedDecodeAttention:
+class PagedDecodeAttention(PooledAttention):
     """Gathers each row's blocks and attends under a length mask. Every shape is fixed by the tensors' shapes.
 
     Reads `block_tables` [rows, width] int32, `context_lens` [rows] int64 (with the new token) and `slots` [rows] int64.
@@ -18,8 +19,7 @@ class PagedDecodeAttention:
     def __init__(
         self, kv_cache: KVCache, *, slots: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor
     ) -> None:
-        self.kv_cache = kv_cache
-        self.slots = slots
+        super().__init__(kv_cache, slots=slots)
         self.block_tables = block_tables
         self.places = torch.arange(block_tables.shape[1] * kv_cache.block_size, device=slots.device)
         self.context_lens = context_lens[:, None]
@@ -27,28 +27,15 @@ class PagedDecodeAttention:
         self.dead = ~live[:, None, :, None]
         self._masks: dict[int | None, torch.Tensor] = {None: live[:, None, None, :]}
 
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads, head_dim].
-
-        `sliding_window` counts the keys a query sees, itself among them.
-        """
-        self.kv_cache.write(layer, self.slots, k, v)
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:  # noqa: ARG002 (one signature for all)
+        """See PooledAttention."""
         rows, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         # The queries of one KV head share its keys: they take the place of the query length.
         grouped = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         keys, values = self._gather(self.kv_cache.keys[layer]), self._gather(self.kv_cache.values[layer])
-        mask = self._mask(sliding_window)
-        out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        mask = self._mask(scoring.sliding_window)
+        out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scoring.scale)
         return out.reshape(rows, num_heads, head_dim)
 
     def _gather(self, blocks: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from worker.attention.pooled_prefill import PooledPrefill
+from worker.attention.pooled import PooledAttention, Scoring
 from worker.attention.prefill import PrefillSegment
 from worker.deterministic.exact import fixed_sum
 from worker.deterministic.row_tiles import RowTiles
@@ -63,7 +63,7 @@ def key_scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return torch.bmm(queries.contiguous(), keys.contiguous().transpose(1, 2))
 
 
-class FixedOrderDecode:
+class FixedOrderDecode(PooledAttention):
     """One new token a row. See worker.attention.decode.PagedDecodeAttention for what it reads."""
 
     def __init__(
@@ -75,8 +75,7 @@ class FixedOrderDecode:
         context_lens: torch.Tensor,
         query_rows: int,
     ) -> None:
-        self.kv_cache = kv_cache
-        self.slots = slots
+        super().__init__(kv_cache, slots=slots)
         self.query_rows = query_rows
         """Rows that the queries of one key head are padded to."""
         self.context_lens = context_lens[:, None]
@@ -85,30 +84,20 @@ class FixedOrderDecode:
             for places in tile_places(block_tables.shape[1] * kv_cache.block_size, slots.device)
         ]
 
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """See worker.causal_lm.StepAttention."""
-        self.kv_cache.write(layer, self.slots, k, v)
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:  # noqa: ARG002 (one signature for all)
+        """See PooledAttention."""
         rows, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         group = num_heads // num_kv_heads
         grouped = functional.pad(q.reshape(-1, group, head_dim), (0, 0, 0, self.query_rows - group))
-        folded, scale = FoldedKeys(), scale or head_dim**-0.5
+        folded, scale = FoldedKeys(), scoring.scale or head_dim**-0.5
         for places, slots in self.tiles:
             is_dead = places >= self.context_lens
             keys = self._read(self.kv_cache.keys[layer], slots).flatten(0, 1)
             values = self._read(self.kv_cache.values[layer], slots).masked_fill(is_dead[:, None, :, None], 0)
             is_hidden = is_dead
-            if sliding_window is not None:
-                is_hidden = is_dead | (places < self.context_lens - sliding_window)
+            if scoring.sliding_window is not None:
+                is_hidden = is_dead | (places < self.context_lens - scoring.sliding_window)
             scores = key_scores(grouped, keys).mul_(scale).view(rows, num_kv_heads, self.query_rows, -1)
             scores = scores.masked_fill_(is_hidden[:, None, None, :], -torch.inf).flatten(0, 1)
             folded.fold(scores, values.flatten(0, 1))
@@ -135,7 +124,7 @@ class PromptPart:
     """[blocks] int32; None for a part from position 0, whose keys all come with it."""
 
 
-class FixedOrderPrefill(PooledPrefill):
+class FixedOrderPrefill(PooledAttention):
     """Parts of prompts side by side."""
 
     def __init__(
@@ -146,23 +135,12 @@ class FixedOrderPrefill(PooledPrefill):
         self.query_tiles = query_tiles
         """Tokens whose queries are computed together."""
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """See PooledPrefill."""
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """See PooledAttention."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in self.parts:
             span = slice(part.first, part.first + part.count)
-            out[span] = self._attend(
-                layer, part, (q[span], k[span], v[span]), scale or q.shape[-1] ** -0.5, sliding_window
-            )
+            out[span] = self._attend(layer, part, (q[span], k[span], v[span]), scoring)
         return out
 
     def _attend(
@@ -170,13 +148,13 @@ class FixedOrderPrefill(PooledPrefill):
         layer: int,
         part: PromptPart,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scale: float,
-        sliding_window: int | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         q, k, v = qkv
         count, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         group = num_heads // num_kv_heads
+        scale = scoring.scale or head_dim**-0.5
         cut = self.query_tiles.cut(count)
         padding = sum(cut) - count
         # Token by token, so that a tile of tokens is a tile of rows: [kv_heads, tokens * group, head_dim].
@@ -190,8 +168,8 @@ class FixedOrderPrefill(PooledPrefill):
             keys, values = self._read(layer, part, places, k, v)
             for tile, position, state in zip(tiles, positions, folded, strict=True):
                 is_hidden = places > position[:, None]
-                if sliding_window is not None:
-                    is_hidden = is_hidden | (places <= position[:, None] - sliding_window)
+                if scoring.sliding_window is not None:
+                    is_hidden = is_hidden | (places <= position[:, None] - scoring.sliding_window)
                 state.fold(key_scores(tile, keys).mul_(scale).masked_fill_(is_hidden, -torch.inf), values)
         out = torch.cat([state.result() for state in folded], dim=1)[:, : count * group]
         return out.view(num_kv_heads, count, group, head_dim).transpose(0, 1).reshape(count, num_heads, head_dim)

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from worker.attention.pooled_prefill import PooledPrefill
+from worker.attention.pooled import PooledAttention, Scoring
 from worker.attention.prefill import attend_causal
 from worker.kv_cache import KVCache
 
 
-class FreshPrefillAttention(PooledPrefill):
+class FreshPrefillAttention(PooledAttention):
     """A prompt from position 0, whole in this step: plainly causal, so that padding at the end changes no live token."""
 
-    def attend(
-        self,
-        layer: int,  # noqa: ARG002 (one signature for all)
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """The same for keys and values that are in the pool already."""
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:  # noqa: ARG002 (one signature for all)
+        """See PooledAttention."""
         mask = None
+        scale, sliding_window = scoring
         if sliding_window is not None and sliding_window < q.shape[0]:
             ones = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device)
             mask = ones.tril_().triu_(diagonal=1 - sliding_window)
         return attend_causal(q, k, v, mask, scale)
 
 
-class ChunkPrefillAttention(PooledPrefill):
+class ChunkPrefillAttention(PooledAttention):
     """A later chunk of a prompt, against everything before it, over the full width of a tier.
 
     Reads `block_table` [width] int32, `positions` [tokens] int64 and `context_len` [1] int64 (with this chunk).
@@ -53,18 +45,10 @@ class ChunkPrefillAttention(PooledPrefill):
         self.dead = (self.places >= context_len)[:, None, None]
         self.mask = self.places <= self.positions
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,  # noqa: ARG002 (read from the pool, with what was there before)
-        v: torch.Tensor,  # noqa: ARG002
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """The same for keys and values that are in the pool already."""
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:  # noqa: ARG002 (one signature for all)
+        """See PooledAttention."""
         mask = self.mask
+        scale, sliding_window = scoring
         if sliding_window is not None:
             mask = mask & (self.places > self.positions - sliding_window)
         keys, values = self._gather(self.kv_cache.keys[layer]), self._gather(self.kv_cache.values[layer])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from worker.attention.pooled_prefill import PooledPrefill
+from worker.attention.pooled import PooledAttention, Scoring
 from worker.attention.prefill import attend_causal
 from worker.kv_cache import KVCache
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 
 
-class PackedPrefillAttention(PooledPrefill):
+class PackedPrefillAttention(PooledAttention):
     """Prompts from position 0 after one another; each token sees the earlier ones of its own prompt.
 
     Reads `offsets` [prompts + 1] int32: where each begins, ascending from 0, and the number of all tokens at the end.
@@ -23,19 +23,11 @@ class PackedPrefillAttention(PooledPrefill):
         self.offsets = offsets
         self._masks: dict[int | None, torch.Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,  # noqa: ARG002 (one signature for all)
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """The same for keys and values that are in the pool already."""
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:  # noqa: ARG002 (one signature for all)
+        """See PooledAttention."""
         if q.is_cuda and q.dtype in _FLASH_TYPES:
-            return self._flash(q, k, v, scale, sliding_window)
+            return self._flash(q, k, v, *scoring)
+        scale, sliding_window = scoring
         if sliding_window not in self._masks:
             self._masks[sliding_window] = self._mask(len(q), sliding_window)
         return attend_causal(q, k, v, self._masks[sliding_window], scale)

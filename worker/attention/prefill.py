@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from worker.attention.pooled_prefill import PooledPrefill
+from worker.attention.pooled import PooledAttention, Scoring
 from worker.kv_cache import KVCache
 
 
@@ -23,7 +23,7 @@ class PrefillSegment:
     """[blocks of the sequence up to start + count] int32."""
 
 
-class PagedPrefillAttention(PooledPrefill):
+class PagedPrefillAttention(PooledAttention):
     """Causal attention segment by segment, with lengths known to the host; exact, not padded."""
 
     def __init__(self, kv_cache: KVCache, *, slots: torch.Tensor, segments: Sequence[PrefillSegment]) -> None:
@@ -31,25 +31,16 @@ class PagedPrefillAttention(PooledPrefill):
         self.segments = segments
         self._masks: dict[int | None, list[torch.Tensor | None]] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """The same for keys and values that are in the pool already."""
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """See PooledAttention."""
         out = q.new_empty(q.shape)
-        for segment, mask in zip(self.segments, self._masks_for(sliding_window), strict=True):
+        for segment, mask in zip(self.segments, self._masks_for(scoring.sliding_window), strict=True):
             span = slice(segment.first, segment.first + segment.count)
             keys, values = k[span], v[span]
             if segment.start:
                 keys = self._read(self.kv_cache.keys[layer], segment)
                 values = self._read(self.kv_cache.values[layer], segment)
-            out[span] = attend_causal(q[span], keys, values, mask, scale)
+            out[span] = attend_causal(q[span], keys, values, mask, scoring.scale)
         return out
 
     def _read(self, blocks: torch.Tensor, segment: PrefillSegment) -> torch.Tensor:

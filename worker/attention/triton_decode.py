@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from worker.kernels.decode_attention import decode_attention
@@ -37,26 +39,14 @@ class TritonDecodeAttention:
         sliding_window: int | None = None,
     ) -> torch.Tensor:
         """See worker.causal_lm.StepAttention."""
-        return decode_attention(
-            (q, k, v),
-            self.kv_cache.keys[layer],
-            self.kv_cache.values[layer],
-            self.block_tables,
-            self.positions,
-            self.workspace,
-            scale=scale,
-            sliding_window=sliding_window,
-        )
+        return self._attend(layer, (q, k, v), self.positions, scale=scale, sliding_window=sliding_window)
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, positions: torch.Tensor, layout: QkvLayout) -> torch.Tensor:
         """See worker.model.attend.FusedAttend. `positions` are those this step was made with."""
-        out = decode_attention(
-            layout.split(qkv),
-            self.kv_cache.keys[layer],
-            self.kv_cache.values[layer],
-            self.block_tables,
-            positions,
-            self.workspace,
-            layout=layout,
-        )
-        return out.flatten(1)
+        return self._attend(layer, layout.split(qkv), positions, layout=layout).flatten(1)
+
+    def _attend(
+        self, layer: int, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], positions: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        return decode_attention(qkv, keys, values, self.block_tables, positions, self.workspace, **how)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from worker.attention.pooled_prefill import PooledPrefill
+from worker.attention.pooled import PooledAttention, Scoring
 from worker.kernels.prefill_attention import PagedKeys, prefill_attention
 from worker.kv_cache import KVCache
 
 
-class TritonPrefillAttention(PooledPrefill):
+class TritonPrefillAttention(PooledAttention):
     """A prompt from position 0, whole in this step; or, with a block table, a later chunk of one.
 
     A later chunk reads `block_table` [width] int32 and `positions` [tokens] int64. Slots past a token's own are never read.
@@ -28,18 +28,9 @@ class TritonPrefillAttention(PooledPrefill):
         self.positions = positions
         self.block_table = block_table
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """See PooledPrefill."""
-        return prefill_attention(q, k, v, self._paged(layer), scale=scale, sliding_window=sliding_window)
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """See PooledAttention."""
+        return prefill_attention(q, k, v, self._paged(layer), **scoring._asdict())
 
     def _paged(self, layer: int) -> PagedKeys | None:
         if self.positions is None or self.block_table is None:

@@ -98,15 +98,7 @@ class _Counting:
         self.attend = attend
         self.layers: set[int] = set()
 
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, *qkv: torch.Tensor, **scoring: Any) -> torch.Tensor:
+        """See StepAttention."""
         self.layers.add(layer)
-        return self.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window)
+        return self.attend(layer, *qkv, **scoring)

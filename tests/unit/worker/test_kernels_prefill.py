@@ -9,6 +9,7 @@ from tests.fakes.kernel_inputs import Heads, layout, projections
 from tests.fakes.triton_interpreter import DEVICE
 from worker.attention.fixed_prefill import ChunkPrefillAttention, FreshPrefillAttention
 from worker.attention.fused_prefill import FusedPrefillAttention
+from worker.attention.pooled import Scoring
 from worker.attention.triton_prefill import TritonPrefillAttention
 from worker.kernels.prefill_attention import PagedKeys, prefill_attention
 from worker.kv_cache import KVCache
@@ -130,6 +131,6 @@ def test_the_keys_of_a_query_may_be_divided_among_programs(heads: str, num_split
     slots = positions + BLOCK_SIZE
     wanted = ChunkPrefillAttention(
         cache, slots=slots, positions=positions, block_table=table, context_len=context_len
-    ).attend(0, q, k, v)
+    ).attend(0, q, k, v, Scoring())
     assert_same_live(found[:count], wanted[:count], dtype)
     assert found.isfinite().all()
