@@ -67,6 +67,19 @@ def placement_findings(document: Document, nodes: Sequence[tuple[float, object]]
                 "fail", path, f"the replicas ask for {wanted:g} GPUs together, but the nodes have {total:g} at most: some are never placed",
                 "fewer replicas, or a larger limit on the nodes",
             )  # fmt: skip
+    if wanted <= total:
+        yield from _surge_room(document, total - wanted)
+
+
+def _surge_room(document: Document, free: float) -> Iterator[Finding]:
+    """Whether a successor finds a GPU while there are as many replicas as there may be."""
+    for path, gpus, count in replica_gpus(document):
+        if gpus > free and document.get(*path[:-1], "surge") is True:
+            yield document.find(
+                "warn", (*path[:-1], "surge"), f"with {count} replicas the nodes have {free:g} GPUs left, and a successor asks for {gpus:g} "
+                "beside the one that it replaces: an update would wait for its place for good",
+                "a larger limit on the nodes, fewer replicas, or surge: false",
+            )  # fmt: skip
 
 
 def _open_ports(document: Document) -> Iterator[Finding]:

@@ -164,3 +164,27 @@ def test_more_replicas_than_all_nodes_together_have_gpus_for_is_a_mistake(tmp_pa
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump(values))
     findings = check_deployment([AWS, tmp_path / "pool.yaml"])
     assert [one for one in findings if "5 GPUs together, but the nodes have 4 at most" in one.detail]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_warned"),
+    [
+        ({"surge": True}, True),
+        ({"surge": True, "scaling": None, "num_replicas": 4}, True),
+        ({"surge": True, "scaling": {"max_replicas": 3}}, False),
+        ({"surge": True, "num_gpus": 0.5, "scaling": {"max_replicas": 7}}, False),
+        ({"surge": True, "num_gpus": 0.5, "scaling": {"max_replicas": 8}}, True),
+        ({"surge": True, "num_gpus": 0}, False),
+        ({"surge": False}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_successors_without_a_place_beside_what_they_replace_are_a_warning(
+    tmp_path: Path, changes: dict[str, Any], is_warned: bool
+) -> None:
+    values = yaml.safe_load((ROOT / "deploy/serve/pool.yaml").read_text())
+    values["applications"][0]["args"] |= changes
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(values))
+    findings = [one for one in check_deployment([AWS, tmp_path / "pool.yaml"]) if "successor" in one.detail]
+    assert [one.status for one in findings] == ["warn"] * is_warned
