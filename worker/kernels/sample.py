@@ -11,6 +11,7 @@ from worker.kernels.device import launch_options, power_of_two
 from worker.kernels.sampling_bracket import gather, refine
 from worker.kernels.sampling_cut import cut
 from worker.kernels.sampling_draw import draw
+from worker.kernels.sampling_rows import Tables
 from worker.kernels.sampling_scratch import BLOCK, scratch_spec
 from worker.kernels.sampling_survey import survey, weigh
 from worker.sampler import NUM_DETAILS, Sampled
@@ -25,7 +26,7 @@ def sample(logits: torch.Tensor, views: SamplingViews, needs: Need = ALL_NEEDS, 
         name: torch.empty(shape, dtype=dtype, device=logits.device)
         for name, (shape, dtype) in scratch_spec(rows, num_blocks).items()
     }
-    tables = (
+    tables = Tables(
         logits,
         views.places,
         views.whole,
@@ -44,21 +45,21 @@ def sample(logits: torch.Tensor, views: SamplingViews, needs: Need = ALL_NEEDS, 
     coarse, fine, above, listed = (scratch[name] for name in ("coarse", "fine", "above", "listed"))
     if needs & (Need.EDITS | Need.LOGPROBS | Need.CUT):
         own = (scratch["own_mass"], scratch["top"])
-        survey[wide](*tables, best, *own, coarse, fine, above, listed, *sizes, num_warps=4, **options)
+        survey[wide](tables, best, *own, coarse, fine, above, listed, *sizes, num_warps=4, **options)
     if needs & Need.RANDOM:
-        weigh[wide](*tables, best, masses, coarse, *sizes, PAD=pad, num_warps=4, **options)
+        weigh[wide](tables, best, masses, coarse, *sizes, PAD=pad, num_warps=4, **options)
     if needs & Need.CUT:
         bracket, found = (scratch["bracket"], scratch["span"]), (scratch["values"], scratch["owners"], kept)
-        refine[wide](*tables, best, masses, coarse, fine, *bracket, above, *sizes, PAD=pad, num_warps=4, **options)
+        refine[wide](tables, best, masses, coarse, fine, *bracket, above, *sizes, PAD=pad, num_warps=4, **options)
         gather[wide](
-            *tables, best, masses, fine, *bracket, above, listed, *found, *sizes, PAD=pad, num_warps=4, **options
+            tables, best, masses, fine, *bracket, above, listed, *found, *sizes, PAD=pad, num_warps=4, **options
         )
         cut[(rows,)](
-            *tables, best, masses, above, listed, *found, scratch["cuts"], *sizes, PAD=pad, num_warps=8, **options
+            tables, best, masses, above, listed, *found, scratch["cuts"], *sizes, PAD=pad, num_warps=8, **options
         )
     chosen = torch.empty(rows, 2, dtype=torch.int64, device=logits.device)
     details = torch.empty(rows, NUM_DETAILS, dtype=torch.int64, device=logits.device)
     drawn = (best, masses, kept, scratch["cuts"], scratch["own_mass"], scratch["top"], chosen, details)
     width = {"DETAILS": NUM_DETAILS, "DETAIL_LANES": power_of_two(NUM_DETAILS)}
-    draw[(rows,)](*tables, *drawn, *sizes, PAD=pad, **width, num_warps=8, **options)
+    draw[(rows,)](tables, *drawn, *sizes, PAD=pad, **width, num_warps=8, **options)
     return chosen, details

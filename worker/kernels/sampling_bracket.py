@@ -8,22 +8,19 @@ import triton.language as tl
 from worker.kernels.dependent_launch import wait_for_previous
 from worker.kernels.sampling_rows import (
     CUT,
-    EDITS,
     FRACTION_ONE,
     LEAST_P,
     MIN_P,
-    PLACES,
-    REAL,
-    SCALE,
-    SEAT,
-    TOKEN,
     TOP_K,
     TOP_P,
-    WHOLE,
-    best_key,
-    edited,
-    key_value,
+    Tables,
+    line_of,
+    logits_from,
     mass_of,
+    real_of,
+    seat_of,
+    weighed,
+    whole_of,
 )
 from worker.kernels.sampling_scratch import BINS, CAPACITY, FINE_BINS
 from worker.kernels.sampling_survey import bin_edge, bin_of, depth_of
@@ -91,16 +88,7 @@ def _fine_bin(depth: tl.tensor, begin: tl.tensor, bins_per_factor: tl.tensor) ->
 
 @triton.jit
 def refine(
-    logits: tl.tensor,
-    places: tl.tensor,
-    whole: tl.tensor,
-    real: tl.tensor,
-    counts: tl.tensor,
-    allowed: tl.tensor,
-    banned: tl.tensor,
-    bias_ids: tl.tensor,
-    bias: tl.tensor,
-    last_tokens: tl.tensor,
+    tables: Tables,
     best: tl.tensor,
     masses: tl.tensor,
     coarse: tl.tensor,
@@ -122,20 +110,17 @@ def refine(
     block = tl.program_id(1)
     if PDL:
         wait_for_previous()
-    seat = tl.load(places + row * PLACES + SEAT)
-    needs = tl.load(whole + seat * WHOLE).to(tl.int32)
+    seat, needs = seat_of(tables, row)
     if (needs & CUT) == 0:
         return
-    line = logits + tl.load(places + row * PLACES) * vocab
+    line = line_of(tables, row, vocab)
     start = block * BLOCK
-    index = start + tl.arange(0, BLOCK)
-    live = index < vocab
-    value = tl.load(line + index, mask=live, other=float("-inf"))
+    index, live, value = logits_from(line, start, vocab, BLOCK)
     lane = tl.arange(0, PAD)
     total = tl.sum(tl.load(masses + row * num_blocks + lane, mask=lane < num_blocks, other=0), axis=0)
     bins = tl.arange(0, _BINS)
     found = tl.load(coarse + row * _BINS + bins)
-    top_k, top_p = tl.load(whole + seat * WHOLE + TOP_K), tl.load(whole + seat * WHOLE + TOP_P)
+    top_k, top_p = whole_of(tables, seat, TOP_K), whole_of(tables, seat, TOP_P)
     least, most = _bounds(found, bin_edge(bins), bin_edge(bins + 1))
     least = tl.where(bins < _BINS - 1, least, 0.0)
     kth = tl.sum((tl.cumsum(found, axis=0) < top_k).to(tl.int32), axis=0)
@@ -151,12 +136,9 @@ def refine(
         tl.store(bracket + row * 4 + 1, last)
         tl.store(bracket + row * 4 + 2, has_k.to(tl.int32))
         tl.store(bracket + row * 4 + 3, tl.sum(tl.where(bins < first, found, 0), axis=0))
-    likeliest = tl.load(line + tl.load(last_tokens + tl.load(places + row * PLACES + TOKEN)))
-    if (needs & EDITS) != 0:
-        likeliest = key_value(best_key(best, row, num_blocks, PAD))
-        tables = (whole, real, counts, allowed, banned, bias_ids, bias)
-        value = edited(value, index, live, start, seat, needs, tables, vocab, BLOCK)
-    exponent = (value - likeliest) * tl.load(real + seat * REAL + SCALE)
+    value, exponent = weighed(
+        tables, best, row, seat, needs, line, start, index, live, value, vocab, num_blocks, BLOCK, PAD
+    )
     depth = depth_of(exponent)
     place = bin_of(depth)
     mass_above = tl.sum(tl.where(live & (place < first), mass_of(exponent), 0), axis=0)
@@ -170,16 +152,7 @@ def refine(
 
 @triton.jit
 def gather(
-    logits: tl.tensor,
-    places: tl.tensor,
-    whole: tl.tensor,
-    real: tl.tensor,
-    counts: tl.tensor,
-    allowed: tl.tensor,
-    banned: tl.tensor,
-    bias_ids: tl.tensor,
-    bias: tl.tensor,
-    last_tokens: tl.tensor,
+    tables: Tables,
     best: tl.tensor,
     masses: tl.tensor,
     fine: tl.tensor,
@@ -201,15 +174,12 @@ def gather(
     block = tl.program_id(1)
     if PDL:
         wait_for_previous()
-    seat = tl.load(places + row * PLACES + SEAT)
-    needs = tl.load(whole + seat * WHOLE).to(tl.int32)
+    seat, needs = seat_of(tables, row)
     if (needs & CUT) == 0:
         return
-    line = logits + tl.load(places + row * PLACES) * vocab
+    line = line_of(tables, row, vocab)
     start = block * BLOCK
-    index = start + tl.arange(0, BLOCK)
-    live = index < vocab
-    value = tl.load(line + index, mask=live, other=float("-inf"))
+    index, live, value = logits_from(line, start, vocab, BLOCK)
     lane = tl.arange(0, PAD)
     total = tl.sum(tl.load(masses + row * num_blocks + lane, mask=lane < num_blocks, other=0), axis=0)
     coarse_first, coarse_last = tl.load(bracket + row * 4), tl.load(bracket + row * 4 + 1)
@@ -217,7 +187,7 @@ def gather(
     before = tl.load(above + row * 2).to(tl.float32) * _UNIT
     bins = tl.arange(0, _FINE_BINS)
     found = tl.load(fine + row * _FINE_BINS + bins)
-    top_k, top_p = tl.load(whole + seat * WHOLE + TOP_K), tl.load(whole + seat * WHOLE + TOP_P)
+    top_k, top_p = whole_of(tables, seat, TOP_K), whole_of(tables, seat, TOP_P)
     # Loaded, not computed again: a logit must fall into the bin in which it was counted.
     begin, bins_per_factor = tl.load(span + row * 2), tl.load(span + row * 2 + 1)
     width = 1.0 / bins_per_factor
@@ -228,12 +198,9 @@ def gather(
     if block == 0:
         number_above = num_before + tl.sum(tl.where(bins < first, found, 0), axis=0)
         tl.store(listed + row * 2 + 1, tl.where(has_k, number_above, -1))
-    likeliest = tl.load(line + tl.load(last_tokens + tl.load(places + row * PLACES + TOKEN)))
-    if (needs & EDITS) != 0:
-        likeliest = key_value(best_key(best, row, num_blocks, PAD))
-        tables = (whole, real, counts, allowed, banned, bias_ids, bias)
-        value = edited(value, index, live, start, seat, needs, tables, vocab, BLOCK)
-    exponent = (value - likeliest) * tl.load(real + seat * REAL + SCALE)
+    value, exponent = weighed(
+        tables, best, row, seat, needs, line, start, index, live, value, vocab, num_blocks, BLOCK, PAD
+    )
     depth = depth_of(exponent)
     place, finer = bin_of(depth), _fine_bin(depth, begin, bins_per_factor)
     is_near = live & (place >= coarse_first) & (place <= coarse_last)
@@ -243,7 +210,7 @@ def gather(
     if mass_above > 0:
         tl.atomic_add(above + row * 2 + 1, mass_above, sem="relaxed")
     if (needs & MIN_P) != 0:
-        mass_above = tl.sum(tl.where(exponent >= tl.load(real + seat * REAL + LEAST_P), mass, 0), axis=0)
+        mass_above = tl.sum(tl.where(exponent >= real_of(tables, seat, LEAST_P), mass, 0), axis=0)
     tl.store(kept + row * num_blocks + block, mass_above)
     is_between = is_near & (finer >= first) & (finer <= last)
     number = tl.sum(is_between.to(tl.int32), axis=0)

@@ -12,20 +12,23 @@ from worker.kernels.sampling_rows import (
     FRACTION_ONE,
     LEAST_P,
     LOWEST_KEY,
-    PLACES,
-    REAL,
     SCALE,
-    SEAT,
     TOKEN,
     TOP_K,
     TOP_P,
-    WHOLE,
+    Tables,
     best_key,
     edited,
     key_value,
+    line_of,
+    logits_from,
     mass_of,
+    place_of,
+    real_of,
+    seat_of,
     share,
     value_key,
+    whole_of,
 )
 from worker.kernels.sampling_scratch import CAPACITY
 
@@ -45,17 +48,15 @@ def _from_row(
     key: tl.tensor,
     seat: tl.tensor,
     needs: tl.tensor,
-    tables: tl.tuple,
+    tables: Tables,
     vocab: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
     """(how many logits, what mass) from `key` on, over the whole row."""
-    scale = tl.load(tables[1] + seat * REAL + SCALE)
+    scale = real_of(tables, seat, SCALE)
     number, mass = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64)
     for start in range(0, vocab, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        live = index < vocab
-        value = tl.load(line + index, mask=live, other=float("-inf"))
+        index, live, value = logits_from(line, start, vocab, BLOCK)
         if (needs & EDITS) != 0:
             value = edited(value, index, live, start, seat, needs, tables, vocab, BLOCK)
         is_kept = live & (value_key(value) >= key)
@@ -71,18 +72,15 @@ def _keep_from_row(
     key: tl.tensor,
     seat: tl.tensor,
     needs: tl.tensor,
-    tables: tl.tuple,
+    tables: Tables,
     kept: tl.tensor,
     vocab: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """What of each block is kept from `key` on."""
-    real = tables[1]
-    scale, least_p = tl.load(real + seat * REAL + SCALE), tl.load(real + seat * REAL + LEAST_P)
+    scale, least_p = real_of(tables, seat, SCALE), real_of(tables, seat, LEAST_P)
     for start in range(0, vocab, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        live = index < vocab
-        value = tl.load(line + index, mask=live, other=float("-inf"))
+        index, live, value = logits_from(line, start, vocab, BLOCK)
         if (needs & EDITS) != 0:
             value = edited(value, index, live, start, seat, needs, tables, vocab, BLOCK)
         exponent = (value - likeliest) * scale
@@ -92,16 +90,7 @@ def _keep_from_row(
 
 @triton.jit
 def cut(
-    logits: tl.tensor,
-    places: tl.tensor,
-    whole: tl.tensor,
-    real: tl.tensor,
-    counts: tl.tensor,
-    allowed: tl.tensor,
-    banned: tl.tensor,
-    bias_ids: tl.tensor,
-    bias: tl.tensor,
-    last_tokens: tl.tensor,
+    tables: Tables,
     best: tl.tensor,
     masses: tl.tensor,
     above: tl.tensor,
@@ -120,23 +109,21 @@ def cut(
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         wait_for_previous()
-    seat = tl.load(places + row * PLACES + SEAT)
-    needs = tl.load(whole + seat * WHOLE).to(tl.int32)
+    seat, needs = seat_of(tables, row)
     if (needs & CUT) == 0:
         return
-    line = logits + tl.load(places + row * PLACES) * vocab
-    likeliest = tl.load(line + tl.load(last_tokens + tl.load(places + row * PLACES + TOKEN)))
+    line = line_of(tables, row, vocab)
+    likeliest = tl.load(line + tl.load(tables.last_tokens + place_of(tables, row, TOKEN)))
     if (needs & EDITS) != 0:
         likeliest = key_value(best_key(best, row, num_blocks, PAD))
-    top_k, top_p = tl.load(whole + seat * WHOLE + TOP_K), tl.load(whole + seat * WHOLE + TOP_P)
-    tables = (whole, real, counts, allowed, banned, bias_ids, bias)
+    top_k, top_p = whole_of(tables, seat, TOP_K), whole_of(tables, seat, TOP_P)
     size = tl.load(listed + row * 2)
     is_listed = size <= _CAPACITY
     lane = tl.arange(0, _CAPACITY)
     live = (lane < size) & is_listed
     value = tl.load(values + row * _CAPACITY + lane, mask=live, other=float("-inf"))
     keys = tl.where(live, value_key(value), LOWEST_KEY)
-    exponent = (value - likeliest) * tl.load(real + seat * REAL + SCALE)
+    exponent = (value - likeliest) * real_of(tables, seat, SCALE)
     mass = tl.where(live, mass_of(exponent), 0)
     number_above = tl.load(listed + row * 2 + 1)
     base_number = tl.where(is_listed, number_above, 0)
@@ -173,7 +160,7 @@ def cut(
             high = tl.where(is_enough, high, middle - 1)
     tl.store(cuts + row, low.to(tl.int32))
     if is_listed:
-        is_kept = live & (keys >= low) & (exponent >= tl.load(real + seat * REAL + LEAST_P))
+        is_kept = live & (keys >= low) & (exponent >= real_of(tables, seat, LEAST_P))
         owner = tl.load(owners + row * _CAPACITY + lane, mask=is_kept, other=0)
         tl.atomic_add(kept + row * num_blocks + owner, mass, mask=is_kept, sem="relaxed")
     else:

@@ -19,21 +19,25 @@ from worker.kernels.sampling_rows import (
     NO_KEY,
     NUM_LOGPROBS,
     PENALTY,
-    PLACES,
     POSITION,
     RANDOM,
-    REAL,
     SCALE,
-    SEAT,
     SEED,
     TOKEN,
     WHOLE,
+    Tables,
     best_key,
     edited,
     key_value,
+    line_of,
+    logits_from,
     mass_of,
+    place_of,
+    real_of,
+    seat_of,
     share,
     value_key,
+    whole_of,
 )
 from worker.kernels.sampling_scratch import TOP_LANES
 
@@ -72,16 +76,7 @@ def _details(
 
 @triton.jit
 def draw(
-    logits: tl.tensor,
-    places: tl.tensor,
-    whole: tl.tensor,
-    real: tl.tensor,
-    counts: tl.tensor,
-    allowed: tl.tensor,
-    banned: tl.tensor,
-    bias_ids: tl.tensor,
-    bias: tl.tensor,
-    last_tokens: tl.tensor,
+    tables: Tables,
     best: tl.tensor,
     masses: tl.tensor,
     kept: tl.tensor,
@@ -102,20 +97,19 @@ def draw(
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         wait_for_previous()
-    place = tl.load(places + row * PLACES + TOKEN)
-    seat = tl.load(places + row * PLACES + SEAT)
-    needs = tl.load(whole + seat * WHOLE).to(tl.int32)
-    line = logits + tl.load(places + row * PLACES) * vocab
-    greedy = tl.load(last_tokens + place)
+    place = place_of(tables, row, TOKEN)
+    seat, needs = seat_of(tables, row)
+    line = line_of(tables, row, vocab)
+    greedy = tl.load(tables.last_tokens + place)
     own_best = tl.load(line + greedy)
     token, likeliest = greedy, own_best
     if (needs & EDITS) != 0:
         key = best_key(best, row, num_blocks, PAD)
         token, likeliest = 0x7FFFFFFF - (key & 0x7FFFFFFF), key_value(key)
-    position = tl.load(whole + seat * WHOLE + POSITION)
+    position = whole_of(tables, seat, POSITION)
     if (needs & RANDOM) != 0:
-        seed = tl.load(whole + seat * WHOLE + SEED)
-        choice = tl.load(whole + seat * WHOLE + CHOICE).to(tl.int32)
+        seed = whole_of(tables, seat, SEED)
+        choice = whole_of(tables, seat, CHOICE).to(tl.int32)
         word, _, _, _ = tl.philox(seed, position.to(tl.int32), choice, 0, 0)
         fraction = (word >> (32 - FRACTION_BITS)).to(tl.int64)
         block = tl.arange(0, PAD)
@@ -127,17 +121,14 @@ def draw(
         is_before = (tl.cumsum(mass, axis=0) <= target) & (block < num_blocks)
         start = tl.minimum(tl.sum(is_before.to(tl.int32), axis=0), num_blocks - 1) * BLOCK
         before = tl.sum(tl.where(is_before, mass, 0), axis=0)
-        index = start + tl.arange(0, BLOCK)
-        live = index < vocab
-        value = tl.load(line + index, mask=live, other=float("-inf"))
+        index, live, value = logits_from(line, start, vocab, BLOCK)
         if (needs & EDITS) != 0:
-            tables = (whole, real, counts, allowed, banned, bias_ids, bias)
             value = edited(value, index, live, start, seat, needs, tables, vocab, BLOCK)
-        exponent = (value - likeliest) * tl.load(real + seat * REAL + SCALE)
+        exponent = (value - likeliest) * real_of(tables, seat, SCALE)
         least = tl.full((), LOWEST_KEY, tl.int32)
         if (needs & CUT) != 0:
             least = tl.load(cuts + row)
-        is_kept = live & (value_key(value) >= least) & (exponent >= tl.load(real + seat * REAL + LEAST_P))
+        is_kept = live & (value_key(value) >= least) & (exponent >= real_of(tables, seat, LEAST_P))
         reached = before + tl.cumsum(tl.where(is_kept, mass_of(exponent), 0), axis=0)
         token = (start + tl.sum((reached <= target).to(tl.int32), axis=0)).to(tl.int64)
         token = tl.minimum(token, vocab - 1)
@@ -146,15 +137,15 @@ def draw(
     tl.store(chosen + row * 2, token)
     tl.store(chosen + row * 2 + 1, is_finite.to(tl.int64))
     if needs != 0:
-        tl.store(last_tokens + place, token)
-        tl.store(whole + seat * WHOLE + POSITION, position + 1)
+        tl.store(tables.last_tokens + place, token)
+        tl.store(tables.whole + seat * WHOLE + POSITION, position + 1)
     if (needs & PENALTY) != 0:
-        cell = counts + seat * vocab + token
+        cell = tables.counts + seat * vocab + token
         count = tl.load(cell).to(tl.int32)
         tl.store(cell, (count + tl.where((count >> 1) < MAX_COUNT, 2, 0)).to(tl.int16))
     written = 0
     if (needs & LOGPROBS) != 0:
-        wanted = tl.load(whole + seat * WHOLE + NUM_LOGPROBS).to(tl.int32)
+        wanted = whole_of(tables, seat, NUM_LOGPROBS).to(tl.int32)
         written = 3 + wanted
         _details(line, greedy, token, row, wanted, own_mass, top, details, num_blocks, PAD, DETAILS)
     lane = tl.arange(0, DETAIL_LANES)

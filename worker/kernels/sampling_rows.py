@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -21,9 +24,11 @@ _ALLOWED = tl.constexpr(int(Need.ALLOWED))
 _BANNED = tl.constexpr(int(Need.BANNED))
 
 PLACES = tl.constexpr(sampling_table.NUM_PLACES)
+LOGITS = tl.constexpr(int(Place.LOGITS))
 TOKEN = tl.constexpr(int(Place.TOKEN))
 SEAT = tl.constexpr(int(Place.SEAT))
 WHOLE = tl.constexpr(sampling_table.NUM_WHOLE)
+NEEDS = tl.constexpr(int(Whole.NEEDS))
 TOP_K = tl.constexpr(int(Whole.TOP_K))
 TOP_P = tl.constexpr(int(Whole.TOP_P))
 SEED = tl.constexpr(int(Whole.SEED))
@@ -53,6 +58,60 @@ _C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(value) for value in mass.COEFFICIEN
 _LEAST_EXPONENT = tl.constexpr(mass.LEAST_EXPONENT)
 _MANTISSA_BITS = tl.constexpr(mass.MANTISSA_BITS)
 _UNIT_BITS = tl.constexpr(mass.UNIT_BITS)
+
+
+class Tables(NamedTuple):
+    """What every launch reads of the sampled rows; see worker.sampling_table.SamplingViews."""
+
+    logits: torch.Tensor
+    places: torch.Tensor
+    whole: torch.Tensor
+    real: torch.Tensor
+    counts: torch.Tensor
+    allowed: torch.Tensor
+    banned: torch.Tensor
+    bias_ids: torch.Tensor
+    bias: torch.Tensor
+    last_tokens: torch.Tensor
+
+
+@triton.jit
+def place_of(tables: Tables, row: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
+    """What is known of a row in this step."""
+    return tl.load(tables.places + row * PLACES + COLUMN)
+
+
+@triton.jit
+def whole_of(tables: Tables, seat: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
+    """A whole number of a seat."""
+    return tl.load(tables.whole + seat * WHOLE + COLUMN)
+
+
+@triton.jit
+def real_of(tables: Tables, seat: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
+    """A real number of a seat."""
+    return tl.load(tables.real + seat * REAL + COLUMN)
+
+
+@triton.jit
+def seat_of(tables: Tables, row: tl.tensor) -> tl.tuple:
+    """(a row's seat, what it needs)."""
+    seat = place_of(tables, row, SEAT)
+    return seat, whole_of(tables, seat, NEEDS).to(tl.int32)
+
+
+@triton.jit
+def line_of(tables: Tables, row: tl.tensor, vocab: tl.tensor) -> tl.tensor:
+    """Where a row's logits begin."""
+    return tables.logits + place_of(tables, row, LOGITS) * vocab
+
+
+@triton.jit
+def logits_from(line: tl.tensor, first: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr) -> tl.tuple:
+    """(tokens, whether there are such, their logits) of a block."""
+    index = first + tl.arange(0, BLOCK)
+    live = index < vocab
+    return index, live, tl.load(line + index, mask=live, other=float("-inf"))
 
 
 @triton.jit
@@ -107,37 +166,61 @@ def edited(
     first: tl.tensor,
     seat: tl.tensor,
     needs: tl.tensor,
-    tables: tl.tuple,
+    tables: Tables,
     vocab: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """The logits of tokens `index`, from `first` on, as worker.sampler edits them."""
-    whole, real, counts, allowed, banned, bias_ids, bias = tables
     if needs & PENALTY:
-        count = tl.load(counts + seat * vocab + index, mask=live, other=0).to(tl.int32)
-        factor = tl.load(real + seat * REAL + _REPETITION)
+        count = tl.load(tables.counts + seat * vocab + index, mask=live, other=0).to(tl.int32)
+        factor = real_of(tables, seat, _REPETITION)
         repeated = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
         value = tl.where(count != 0, repeated, value)
         times = count >> 1
-        penalty = tl.load(real + seat * REAL + _PRESENCE)
-        penalty += tl.load(real + seat * REAL + _FREQUENCY) * times.to(tl.float32)
+        penalty = real_of(tables, seat, _PRESENCE)
+        penalty += real_of(tables, seat, _FREQUENCY) * times.to(tl.float32)
         value = tl.where(times > 0, value - penalty, value)
     if needs & _BIAS:
         lane = tl.arange(0, _BIAS_LANES)
-        num_bias = tl.load(whole + seat * WHOLE + _NUM_BIAS)
-        ids = tl.load(bias_ids + seat * _MAX_BIAS + lane, mask=lane < num_bias, other=0x7FFFFFFF)
+        num_bias = whole_of(tables, seat, _NUM_BIAS)
+        ids = tl.load(tables.bias_ids + seat * _MAX_BIAS + lane, mask=lane < num_bias, other=0x7FFFFFFF)
         begin = tl.sum((ids < first).to(tl.int32), axis=0)
         end = tl.sum((ids < first + BLOCK).to(tl.int32), axis=0)
         for number in range(begin, end):
-            added = tl.load(bias + seat * _MAX_BIAS + number)
-            value = tl.where(index == tl.load(bias_ids + seat * _MAX_BIAS + number), value + added, value)
+            added = tl.load(tables.bias + seat * _MAX_BIAS + number)
+            value = tl.where(index == tl.load(tables.bias_ids + seat * _MAX_BIAS + number), value + added, value)
     words = (vocab + 31) // 32
     if needs & _ALLOWED:
-        word = tl.load(allowed + seat * words + (index >> 5), mask=live, other=0)
+        word = tl.load(tables.allowed + seat * words + (index >> 5), mask=live, other=0)
         value = tl.where(((word >> (index & 31)) & 1) != 0, value, float("-inf"))
     if needs & _BANNED:
-        position = tl.load(whole + seat * WHOLE + POSITION)
-        if position < tl.load(whole + seat * WHOLE + _MIN_TOKENS):
-            word = tl.load(banned + seat * words + (index >> 5), mask=live, other=0)
+        position = whole_of(tables, seat, POSITION)
+        if position < whole_of(tables, seat, _MIN_TOKENS):
+            word = tl.load(tables.banned + seat * words + (index >> 5), mask=live, other=0)
             value = tl.where(((word >> (index & 31)) & 1) != 0, float("-inf"), value)
     return value
+
+
+@triton.jit
+def weighed(
+    tables: Tables,
+    best: tl.tensor,
+    row: tl.tensor,
+    seat: tl.tensor,
+    needs: tl.tensor,
+    line: tl.tensor,
+    first: tl.tensor,
+    index: tl.tensor,
+    live: tl.tensor,
+    value: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
+    BLOCK: tl.constexpr,
+    PAD: tl.constexpr,
+) -> tl.tuple:
+    """(edited logits, exponents of their masses) of a block, from what `logits_from` has found."""
+    likeliest = tl.load(line + tl.load(tables.last_tokens + place_of(tables, row, TOKEN)))
+    if (needs & EDITS) != 0:
+        likeliest = key_value(best_key(best, row, num_blocks, PAD))
+        value = edited(value, index, live, first, seat, needs, tables, vocab, BLOCK)
+    return value, (value - likeliest) * real_of(tables, seat, SCALE)

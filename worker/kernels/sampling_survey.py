@@ -16,17 +16,18 @@ from worker.kernels.sampling_rows import (
     MIN_P,
     NO_KEY,
     NUM_LOGPROBS,
-    PLACES,
     RANDOM,
-    REAL,
-    SCALE,
-    SEAT,
     TOKEN,
-    WHOLE,
-    best_key,
+    Tables,
     edited,
-    key_value,
+    line_of,
+    logits_from,
     mass_of,
+    place_of,
+    real_of,
+    seat_of,
+    weighed,
+    whole_of,
 )
 from worker.kernels.sampling_scratch import BINS, FINE_BINS, TOP_LANES
 
@@ -64,16 +65,7 @@ def bin_edge(number: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def survey(
-    logits: tl.tensor,
-    places: tl.tensor,
-    whole: tl.tensor,
-    real: tl.tensor,
-    counts: tl.tensor,
-    allowed: tl.tensor,
-    banned: tl.tensor,
-    bias_ids: tl.tensor,
-    bias: tl.tensor,
-    last_tokens: tl.tensor,
+    tables: Tables,
     best: tl.tensor,
     own_mass: tl.tensor,
     top: tl.tensor,
@@ -91,8 +83,7 @@ def survey(
     block = tl.program_id(1)
     if PDL:
         wait_for_previous()
-    seat = tl.load(places + row * PLACES + SEAT)
-    needs = tl.load(whole + seat * WHOLE).to(tl.int32)
+    seat, needs = seat_of(tables, row)
     if (needs & CUT) != 0 and block == 0:
         tl.store(coarse + row * _BINS + tl.arange(0, _BINS), tl.zeros((_BINS,), tl.int32))
         tl.store(fine + row * _FINE_BINS + tl.arange(0, _FINE_BINS), tl.zeros((_FINE_BINS,), tl.int32))
@@ -100,23 +91,20 @@ def survey(
         tl.store(listed + row * 2, 0)
     if (needs & (EDITS | LOGPROBS)) == 0:
         return
-    line = logits + tl.load(places + row * PLACES) * vocab
+    line = line_of(tables, row, vocab)
     first = block * BLOCK
-    index = first + tl.arange(0, BLOCK)
-    live = index < vocab
-    value = tl.load(line + index, mask=live, other=float("-inf"))
+    index, live, value = logits_from(line, first, vocab, BLOCK)
     if (needs & LOGPROBS) != 0:
-        likeliest = tl.load(line + tl.load(last_tokens + tl.load(places + row * PLACES + TOKEN)))
+        likeliest = tl.load(line + tl.load(tables.last_tokens + place_of(tables, row, TOKEN)))
         mass = tl.where(live, mass_of((value - likeliest) * LOG2_E), 0)
         tl.store(own_mass + row * num_blocks + block, tl.sum(mass, axis=0))
         keys = tl.where(live, ordered_key(value, index), NO_KEY)
         places_of_top = top + (row * num_blocks + block) * _TOP_LANES
-        for number in range(tl.load(whole + seat * WHOLE + NUM_LOGPROBS).to(tl.int32)):
+        for number in range(whole_of(tables, seat, NUM_LOGPROBS).to(tl.int32)):
             key = tl.max(keys, axis=0)
             tl.store(places_of_top + number, key)
             keys = tl.where(keys == key, NO_KEY, keys)
     if (needs & EDITS) != 0:
-        tables = (whole, real, counts, allowed, banned, bias_ids, bias)
         value = edited(value, index, live, first, seat, needs, tables, vocab, BLOCK)
         key = tl.where(live, ordered_key(value, index), NO_KEY)
         tl.store(best + row * num_blocks + block, tl.max(key, axis=0))
@@ -124,16 +112,7 @@ def survey(
 
 @triton.jit
 def weigh(
-    logits: tl.tensor,
-    places: tl.tensor,
-    whole: tl.tensor,
-    real: tl.tensor,
-    counts: tl.tensor,
-    allowed: tl.tensor,
-    banned: tl.tensor,
-    bias_ids: tl.tensor,
-    bias: tl.tensor,
-    last_tokens: tl.tensor,
+    tables: Tables,
     best: tl.tensor,
     masses: tl.tensor,
     coarse: tl.tensor,
@@ -148,25 +127,19 @@ def weigh(
     block = tl.program_id(1)
     if PDL:
         wait_for_previous()
-    seat = tl.load(places + row * PLACES + SEAT)
-    needs = tl.load(whole + seat * WHOLE).to(tl.int32)
+    seat, needs = seat_of(tables, row)
     if (needs & RANDOM) == 0:
         return
-    line = logits + tl.load(places + row * PLACES) * vocab
+    line = line_of(tables, row, vocab)
     first = block * BLOCK
-    index = first + tl.arange(0, BLOCK)
-    live = index < vocab
-    value = tl.load(line + index, mask=live, other=float("-inf"))
-    likeliest = tl.load(line + tl.load(last_tokens + tl.load(places + row * PLACES + TOKEN)))
-    if (needs & EDITS) != 0:
-        likeliest = key_value(best_key(best, row, num_blocks, PAD))
-        tables = (whole, real, counts, allowed, banned, bias_ids, bias)
-        value = edited(value, index, live, first, seat, needs, tables, vocab, BLOCK)
-    exponent = (value - likeliest) * tl.load(real + seat * REAL + SCALE)
+    index, live, value = logits_from(line, first, vocab, BLOCK)
+    value, exponent = weighed(
+        tables, best, row, seat, needs, line, first, index, live, value, vocab, num_blocks, BLOCK, PAD
+    )
     mass = tl.where(live, mass_of(exponent), 0)
     if (needs & CUT) != 0:
         found = tl.histogram(bin_of(depth_of(exponent)), _BINS, mask=live)
         tl.atomic_add(coarse + row * _BINS + tl.arange(0, _BINS), found, mask=found > 0, sem="relaxed")
     elif (needs & MIN_P) != 0:
-        mass = tl.where(exponent >= tl.load(real + seat * REAL + LEAST_P), mass, 0)
+        mass = tl.where(exponent >= real_of(tables, seat, LEAST_P), mass, 0)
     tl.store(masses + row * num_blocks + block, tl.sum(mass, axis=0))
