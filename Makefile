@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c \
 	'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 TORCH_INDEX ?=
 TESTS ?=
+JOBS ?= 3
 DEMO ?=
 
 BIN := $(VENV)/bin
@@ -20,13 +21,13 @@ help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
 	@echo
 	@echo 'Variables: PYTHON=python3.12  TORCH_INDEX=https://download.pytorch.org/whl/cpu (a PyTorch without CUDA)'
-	@echo '           TESTS="tests/unit -k router"  DEMO="--kill-after 2"  VENV=.venv'
+	@echo '           TESTS="tests/unit -k router"  JOBS=0 (all tests in one process)  DEMO="--kill-after 2"  VENV=.venv'
 
 demo: setup ## Start two replicas, stream three chats, kill one replica, watch the pool heal
 	@$(BIN)/python -m cluster.demo $(DEMO)
 
 test: setup ## Run the tests
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 setup: $(INSTALLED) model ## Make the environment and the embedded model; seconds when nothing changed
 

@@ -14,6 +14,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # Read by Triton when it is imported: without a GPU its kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# One of several test processes: threads of theirs that wait for each other on few cores cost more than they bring.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A run in the background, or under nohup, ignores these, and so would every command that a test starts and interrupts.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -33,9 +36,22 @@ RERUNS = {"integration": 2, "chaos": 2, "unit": 1}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let tests be run again where the plugin for it is there."""
-    if not config.pluginmanager.hasplugin("rerunfailures"):
-        return
-    for item in items:
-        folder = item.path.relative_to(config.rootpath / "tests").parts[0]
-        item.add_marker(pytest.mark.flaky(reruns=RERUNS.get(folder, 0)))
+    """Let tests be run again where the plugin for it is there, and long files begin first where several run at once."""
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        for item in items:
+            item.add_marker(pytest.mark.flaky(reruns=RERUNS.get(_folder(item), 0)))
+    if hasattr(config, "workerinput"):
+        turns: dict[Path, tuple[bool, bool, bool]] = {}
+        for item in items:
+            turns[item.path] = min(_turn(item), turns.get(item.path, (True, True, True)))
+        items.sort(key=lambda item: turns[item.path])
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(item.config.rootpath / "tests").parts[0]
+
+
+def _turn(item: pytest.Item) -> tuple[bool, bool, bool]:
+    """What has to wait for others goes before what computes, so that the end of a run is made of small parts."""
+    is_of = item.get_closest_marker
+    return is_of("ray") is None, is_of("slow") is None, _folder(item) == "unit"
