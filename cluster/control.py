@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
-import grpc
-
 from cluster import status
 from cluster.backend import Backend
+from cluster.handlers import Context
 from cluster.security.tenancy import Tenancy
 from protos import control_pb2, control_pb2_grpc
 from worker.errors import InvalidRequest
 
 SERVICE = "graphpool.v1.ControlService"
 MAX_GRACE_S = 24 * 3600.0
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):

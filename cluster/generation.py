@@ -8,7 +8,6 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import grpc
 
@@ -20,6 +19,7 @@ from cluster.config import MESSAGE_BYTES
 from cluster.criticality import criticality_of, use_criticality
 from cluster.delivered import Delivered
 from cluster.errors import AnswerTooLarge, DuplicateRequest, PoisonedRequest, SlowReader, TooManyStreams
+from cluster.handlers import Context
 from cluster.security.tenancy import Tenancy
 from cluster.tracing import trace_parent_of, use_trace_parent
 from protos import generation_pb2, generation_pb2_grpc
@@ -30,7 +30,6 @@ READER_TIMEOUT_S = 30.0
 ANSWER_BYTES = MESSAGE_BYTES - 64 * 1024
 """Room is left for what a chat message adds to an answer."""
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Pieces = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -12,12 +12,10 @@ from google.protobuf.message import DecodeError, Message
 from cluster import status
 from cluster.config import MESSAGE_BYTES
 from cluster.errors import MalformedMessage, MessageTooLarge
+from cluster.handlers import Behaviour, Context, Handler, behaviour_of, with_behaviour
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Refused = MalformedMessage | MessageTooLarge
 Deserializer = Callable[[bytes], Message]
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub only
@@ -45,13 +43,8 @@ def _can_wrap(handler: Handler) -> bool:
 
 
 def _tolerant(handler: Any) -> Handler:
-    unary = handler.unary_unary is not None
-    create = grpc.unary_unary_rpc_method_handler if unary else grpc.unary_stream_rpc_method_handler
-    return create(
-        _checked(handler.unary_unary or handler.unary_stream),
-        request_deserializer=_lenient(handler.request_deserializer),
-        response_serializer=handler.response_serializer,
-    )
+    deserializer = _lenient(handler.request_deserializer)
+    return with_behaviour(handler, _checked(behaviour_of(handler)), deserializer=deserializer)
 
 
 def _lenient(deserialize: Deserializer) -> Callable[[bytes], Message | Refused]:

@@ -8,11 +8,12 @@ import logging
 import traceback
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn
 
 import grpc
 
 from cluster import errors as cluster_errors
+from cluster.handlers import Context
 from protos import replica_pb2
 from worker import errors as worker_errors
 
@@ -27,7 +28,6 @@ NEVER_RETRY_MS = -1
 ABORT_TIMEOUT_S = 5.0
 """For a status to find its place behind messages that were not read."""
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _log = logging.getLogger(__name__)
 _Code = grpc.StatusCode

@@ -6,16 +6,13 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from prometheus_client.core import Metric
 
+from cluster.handlers import Behaviour, Context, Handler, behaviour_of, with_behaviour
 from cluster.metrics.families import counter
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 _NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -45,14 +42,9 @@ class RpcCounter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return counter("rpcs", help_text, self._counts.items(), ("method", "code"))
 
     def _counted(self, handler: Any, method: str) -> Handler:
-        behaviour = handler.unary_unary or handler.unary_stream
+        behaviour = behaviour_of(handler)
         assert inspect.iscoroutinefunction(behaviour), f"{method} is not a coroutine function"
-        create = grpc.unary_unary_rpc_method_handler if handler.unary_unary else grpc.unary_stream_rpc_method_handler
-        return create(
-            self._watched(behaviour, method),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return with_behaviour(handler, self._watched(behaviour, method))
 
     def _watched(self, behaviour: Behaviour, method: str) -> Behaviour:
         async def answer(request: Any, context: Context) -> Any:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
-
-import grpc
 
 from cluster import status
 from cluster.config import ReplicaConfig
+from cluster.handlers import Context
 from cluster.replica.attached import AttachedRouters
 from cluster.replica.engine_backend import EngineBackend
 from cluster.replica.session import AttachSession
 from protos import replica_pb2, replica_pb2_grpc
 
 SERVICE = "graphpool.v1.ReplicaService"
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class AttachServicer(replica_pb2_grpc.ReplicaServiceServicer):

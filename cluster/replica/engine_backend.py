@@ -26,6 +26,7 @@ from cluster.replica.lifecycle import Lifecycle, State
 from cluster.replica.live_request import NOTHING, LiveRequest, Origin, Outbox
 from cluster.replica.text import Texts
 from cluster.tracing import current_trace_parent, record_stages
+from cluster.waiting import happens_within
 from protos import control_pb2, generation_pb2
 from worker.errors import (
     DeadlineExceeded,
@@ -271,12 +272,7 @@ class EngineBackend:
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until the last piece of every request is on its way; False when that took too long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await happens_within(self._idle, timeout_s)
 
     def _receive(self, events: Sequence[EngineEvent]) -> None:
         """One step's events, on the event loop."""

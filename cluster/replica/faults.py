@@ -7,12 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
 import grpc
 
 from cluster import status
 from cluster.config import ReplicaConfig, is_loopback, split_address
+from cluster.handlers import Context
 from protos import fault_pb2, fault_pb2_grpc
 from worker.errors import InvalidRequest
 from worker.faults import Faults, Kind, PromptFault
@@ -22,7 +23,6 @@ MAX_DURATION_S = 3600.0
 ANSWER_S = 0.02
 """For an answer to leave before the event loop stands still."""
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 

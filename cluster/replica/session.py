@@ -7,9 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from cluster import status
@@ -17,6 +15,7 @@ from cluster.config import ReplicaConfig
 from cluster.criticality import criticality_from_proto, use_criticality
 from cluster.delivered import Delivered
 from cluster.errors import MalformedMessage, SlowReader
+from cluster.handlers import Context
 from cluster.replica.attached import AttachedRouters
 from cluster.replica.engine_backend import EngineBackend
 from cluster.replica.lifecycle import State
@@ -39,7 +38,6 @@ LINGER_S = 1.0
 LAST_WRITE_S = 0.5
 """What a frame that is being written at the end may take."""
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 log = logging.getLogger(__name__)
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
-import grpc
-
 from cluster import status
+from cluster.handlers import Context
 from cluster.router.membership import Membership
 from protos import replica_pb2, replica_pb2_grpc
 
 SERVICE = "graphpool.v1.MembershipService"
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class MembershipServicer(replica_pb2_grpc.MembershipServiceServicer):

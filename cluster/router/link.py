@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import random
@@ -25,6 +24,7 @@ from cluster.router.policies import Candidate
 from cluster.router.quarantine import Quarantine
 from cluster.router.stream import LinkStream
 from cluster.router.vitals import BROKEN, Vitals
+from cluster.waiting import happens_within
 from protos import control_pb2, generation_pb2, replica_pb2
 from worker.request import Criticality
 
@@ -304,9 +304,7 @@ class Link:
 
     async def _pause(self, failures: int) -> None:
         pause_s = min(self._config.reconnect_min_s * 2 ** min(failures, 16), self._config.reconnect_max_s)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s * random.uniform(1 - JITTER, 1 + JITTER)):  # noqa: S311
-                await self._poke.wait()
+        await happens_within(self._poke, pause_s * random.uniform(1 - JITTER, 1 + JITTER))  # noqa: S311
         self._poke.clear()
 
     def _receive(self, frame: replica_pb2.ReplicaFrame) -> None:

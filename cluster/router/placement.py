@@ -16,6 +16,7 @@ from cluster.router.link import Link
 from cluster.router.membership import Membership
 from cluster.router.policies import Policy, without_stragglers
 from cluster.router.want import want_of
+from cluster.waiting import happens_within
 from protos import control_pb2
 
 Fits = Callable[[Link], bool]
@@ -124,9 +125,7 @@ class Placement:
     async def wait(self, limit_s: float, answering: Answering) -> None:
         """For the next change, at most `limit_s` and what is left of the request's time."""
         time_left_s = answering.time_left_s()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s if time_left_s is None else min(limit_s, time_left_s)):
-                await self._changed.wait()
+        await happens_within(self._changed, limit_s if time_left_s is None else min(limit_s, time_left_s))
 
     def _of_model(self, model: str, refused: Collection[str]) -> Sequence[Link]:
         ready = [link for link in self._membership.links if link.is_ready and link.incarnation not in refused]

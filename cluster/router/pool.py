@@ -25,6 +25,7 @@ from cluster.router.quarantine import Quarantine
 from cluster.router.resuming import Resuming
 from cluster.router.vitals import BREAKERS
 from cluster.tracing import RequestTrace
+from cluster.waiting import happens_within
 from protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from worker.errors import DeadlineExceeded, Draining, RequestAborted
 from worker.request import Criticality
@@ -225,12 +226,7 @@ class Pool:
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is being answered; False when that took too long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await happens_within(self._idle, timeout_s)
 
     async def _drain_self(self, grace_s: float) -> None:
         self._is_draining = True

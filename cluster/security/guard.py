@@ -8,12 +8,13 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import grpc
 
 from cluster import status
 from cluster.errors import NotPermitted, Unauthenticated
+from cluster.handlers import Context, Handler, behaviour_of, with_behaviour
 from cluster.security.access import roles_for
 from cluster.security.caller import ANYBODY, Caller, Role, set_caller
 from cluster.security.config import DOMAIN, SecurityConfig
@@ -26,8 +27,6 @@ from cluster.security.watched_file import WatchedFiles
 LOG_PERIOD_S = 1.0
 POOL = Caller("", frozenset({Role.ROUTER, Role.REPLICA}))
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Refusal = Unauthenticated | NotPermitted
 Details = grpc.HandlerCallDetails
 
@@ -183,22 +182,9 @@ def _check(caller: Caller, method: str) -> None:
 
 def _wrapped(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Handler:
     """The same method, behind `admit`."""
-    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-        behaviour = getattr(handler, kind)
-        if behaviour is not None:
-            create = getattr(grpc, f"{kind}_rpc_method_handler")
-            guarded = (
-                _guarded_pieces(behaviour, admit)
-                if inspect.isasyncgenfunction(behaviour)
-                else _guarded(behaviour, admit)
-            )
-            wrapped: Handler = create(
-                guarded,
-                request_deserializer=handler.request_deserializer,
-                response_serializer=handler.response_serializer,
-            )
-            return wrapped
-    raise AssertionError("a handler has one of four kinds")
+    behaviour = behaviour_of(handler)
+    guard = _guarded_pieces if inspect.isasyncgenfunction(behaviour) else _guarded
+    return with_behaviour(handler, guard(behaviour, admit))
 
 
 def _guarded(behaviour: Any, admit: Callable[[Context], Awaitable[None]]) -> Any:
