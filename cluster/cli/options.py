@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.running import usage_errors
 from cluster.config import MAX_TIMEOUT_S
 
 MODEL, SHAPES, ENGINE, NETWORK, SAMPLING = "Model", "Shapes", "Engine", "Network", "Sampling"
@@ -66,10 +67,8 @@ def dialable(address: str) -> str:
     """The same host:port, refused here when it is none: gRPC would only say that a name cannot be looked up."""
     from cluster.config import check_address
 
-    try:
+    with usage_errors():
         check_address("address", address)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     return address
 
 
@@ -77,10 +76,8 @@ def all_dialable(addresses: str) -> str:
     """The same comma-separated list, refused here when one of them is no host:port."""
     from cluster.client.endpoints import check_addresses
 
-    try:
+    with usage_errors():
         check_addresses("address", addresses)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     return addresses
 
 
