@@ -25,7 +25,8 @@ from tests.fakes.scrape import fetch, parse
 
 INTERVAL_S = 0.3
 MAX_MODEL_LEN = 2048
-VOCAB, HIDDEN = TINY_SHAPE["vocab_size"], TINY_SHAPE["hidden_size"]
+VOCAB: int = TINY_SHAPE["vocab_size"]
+HIDDEN: int = TINY_SHAPE["hidden_size"]
 PROMPT = (17, 4, 99, 250)
 MAX_TOKENS = 500
 SLOW_STEP_S = 0.02

@@ -127,9 +127,8 @@ def test_a_model_is_all_there_once() -> None:
     assert "rope_table" in found
     assert "embedding" in found
     assert "lm_head" not in found  # tied
-    assert sum(one.nbytes for one in found.values()) == module.rope_table.nbytes + sum(
-        parameter.nbytes for parameter in module.parameters()
-    )
+    tensors = [*module.parameters(), *module.buffers()]
+    assert sum(one.nbytes for one in found.values()) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_what_shares_memory_or_lies_otherwise_is_taken_as_it_is() -> None:
@@ -152,7 +151,7 @@ def test_what_torch_writes_is_not_held_to_what_it_was() -> None:
     assert watched == 3 * 32
     run_passes(check, 2)
     with torch.inference_mode():
-        module.moving.add_(1)
+        module.get_buffer("moving").add_(1)
     run_passes(check, 3)
     assert check.snapshot().watched_bytes == watched - 32
     flip_bit(next(one for one in constants_of(module) if one.name == "constant"), 7)
@@ -164,7 +163,7 @@ def test_a_weight_may_not_even_be_written_by_torch() -> None:
     module = Holder(weight=torch.randn(8))
     check = WeightCheck(constants_of(module), interval_s=1e-9)
     run_passes(check, 1)
-    module.weight.mul_(2)
+    module.get_parameter("weight").mul_(2)
     with pytest.raises(WeightsCorrupted) as caught:
         run_passes(check, 1)
     assert caught.value.tensor == "weight"

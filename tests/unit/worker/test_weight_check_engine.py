@@ -205,6 +205,6 @@ def test_a_bit_cannot_flip_where_there_are_no_weights() -> None:
 
 
 def test_work_between_steps_that_fails_ends_the_engine(living: Living) -> None:
-    living.thread.between_steps(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    living.thread.between_steps(lambda: 1 // 0)  # type: ignore[arg-type]
     wait_until(lambda: living.deaths)
     assert isinstance(living.deaths[0], ZeroDivisionError)
