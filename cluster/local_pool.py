@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -23,10 +24,8 @@ from protos import control_pb2
 from worker.config import WorkerConfig
 
 POLL_S = 0.2
-
-
 ENDED_WITHOUT_GCS_S = 50.0
-"""Ray gives a process 60 s without a GCS."""
+"""Ray gives a process 60 s without a GCS, of which disconnecting takes 5."""
 
 
 class PoolStartFailed(ClusterError):
@@ -150,21 +149,23 @@ class LocalPool:
         lost = self._ray.lost_daemon() if self._has_ray else ""
         if lost == GCS and self._gcs_lost_s is None:
             self._gcs_lost_s = time.monotonic()
-        is_near_its_end = self._gcs_lost_s is not None and time.monotonic() - self._gcs_lost_s >= self._serves_on_s
+        is_near_its_end = self._left_s <= self._config.drain_timeout_s
         if is_near_its_end or (lost and not self.ready()):
             raise PoolLost(f"Ray's {lost} has ended, and the pool cannot go on without it: start it again")
         return lost
 
     @property
-    def _serves_on_s(self) -> float:
-        """How long without a GCS, so that what runs then still has its time to drain."""
-        return max(ENDED_WITHOUT_GCS_S - self._config.drain_timeout_s, 0.0)
+    def _left_s(self) -> float:
+        """How long there is for what runs to drain: without a GCS, Ray ends this process too."""
+        if self._gcs_lost_s is None:
+            return math.inf
+        return max(self._gcs_lost_s + ENDED_WITHOUT_GCS_S - time.monotonic(), 0.0)
 
     async def stop(self) -> list[str]:
         """Finish what runs, then end every process; returns the names of those that had to be killed."""
         if self._router.pool.num_live:
             self._progress.doing("finishing what is running")
-        await self._router.drain(self._config.drain_timeout_s)
+        await self._router.drain(min(self._config.drain_timeout_s, self._left_s))
         await self._router.stop()
         self._secret.close()
         if not self._has_ray:

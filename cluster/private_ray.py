@@ -85,7 +85,7 @@ class PrivateRay:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
         self._census = ProcessCensus(self._is_daemon)
         self._daemons: list[tuple[str, psutil.Process]] = []
-        self._is_stopped = False
+        self._stopping: asyncio.Future[list[str]] | None = None
 
     @property
     def folder(self) -> Path | None:
@@ -110,11 +110,19 @@ class PrivateRay:
         return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
     async def stop(self) -> list[str]:
-        """Disconnect and end every process; returns the names of those that had to be killed. Once is enough."""
-        if self._is_stopped:
-            return []
-        self._is_stopped = True
+        """Disconnect and end every process; returns the names of those that had to be killed. Once is enough.
+
+        A cancelled caller does not end it half-way, and another one waits for the same end.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop(self.lost_daemon()))
+        return await asyncio.shield(self._stopping)
+
+    async def _stop(self, lost: str) -> list[str]:
         self._census.observe()
+        if lost == GCS:
+            # The others would first wait for it, and Ray ends this process a minute after it was lost.
+            await self.call(self._census.end, 0.0)
         await self.call(self._shutdown)
         take_sigterm_back()
         killed = await self.call(self._census.end, EXIT_GRACE_S)
@@ -131,7 +139,7 @@ class PrivateRay:
     def lost_daemon(self) -> str:
         """The name of a daemon that has ended although nobody asked it to; "" while all are there."""
         lost = [name for name, process in self._daemons if not runs(process)]
-        return "" if self._is_stopped else GCS if GCS in lost else "".join(lost)
+        return "" if self._stopping is not None else GCS if GCS in lost else "".join(lost)
 
     def _init(self) -> None:
         import ray

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
@@ -16,6 +17,9 @@ from cluster.cli.logs import log_to_stderr
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+TOGETHER_S = 0.2
+"""Signals within this of the first are the same wish."""
 
 show_tracebacks = False
 """Set by `--traceback`."""
@@ -54,7 +58,11 @@ def fail(message: str) -> NoReturn:
 
 
 def run_until_stopped(service: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a service until it ends or a signal asks it to: the first one cancels it, a second one kills what is left."""
+    """Run a service until it ends or a signal asks it to: the first one cancels it, a second one kills what is left.
+
+    Signals that come together are one: `timeout` sends its signal twice, and whoever wraps a command passes on a Ctrl-C
+    that the terminal has sent to both.
+    """
     from cluster.security.core_dumps import refuse_core_dumps
 
     refuse_core_dumps()
@@ -71,16 +79,17 @@ def run_until_stopped(service: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 async def _guarded(service: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(service)
-    asked = 0
+    asked_s: float | None = None
 
     def on_signal(number: int) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal asked_s
         # A signal that meets Ray's own handler, while Ray starts, leaves an alarm that would abort the clean stop.
         signal.alarm(0)
-        if asked > 1:
+        if asked_s is None:
+            asked_s = time.monotonic()
+            task.cancel()
+        elif time.monotonic() - asked_s > TOGETHER_S:
             _end_at_once(number)
-        task.cancel()
 
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -90,7 +99,7 @@ async def _guarded(service: Coroutine[Any, Any, None]) -> None:
     try:
         await task
     except asyncio.CancelledError:
-        if not asked:
+        if asked_s is None:
             raise
 
 
@@ -98,6 +107,7 @@ def _end_at_once(number: int) -> NoReturn:
     from cluster.process_census import end_all_descendants
 
     end_all_descendants()
+    os.write(sys.stderr.fileno(), b"ended at once: what was still running is lost\n")
     os._exit(128 + number)
 
 

@@ -39,7 +39,9 @@ run_until_stopped(service)
 
 def started(cleanup_s: float, *prefix: str) -> subprocess.Popen[str]:
     command = [*prefix, sys.executable, "-c", SERVICE.format(cleanup_s=cleanup_s)]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
@@ -74,13 +76,29 @@ def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
     assert (output, process.returncode) == ("clean\n", 0)
 
 
-def test_a_second_signal_does_not_wait_for_the_clean_up() -> None:
+def test_a_second_signal_does_not_wait_for_the_clean_up_and_says_so() -> None:
     process = started(cleanup_s=60)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=10)
+    output, said = process.communicate(timeout=10)
     assert (output, process.returncode) == ("", 130)
+    assert said.splitlines()[-1] == "ended at once: what was still running is lost"
+
+
+def test_signals_that_come_together_are_one() -> None:
+    process = started(cleanup_s=0.5)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.005)
+    output, _ = process.communicate(timeout=10)
+    assert (output, process.returncode) == ("clean\n", 0)
+
+
+def test_a_command_under_timeout_ends_in_order() -> None:
+    process = started(0.3, "timeout", "1")
+    output, said = process.communicate(timeout=20)
+    assert output == "clean\n", said
 
 
 def test_an_error_is_one_line_on_stderr_and_exit_code_one(capsys: pytest.CaptureFixture[str]) -> None:

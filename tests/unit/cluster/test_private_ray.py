@@ -1,0 +1,97 @@
+"""How a private Ray and its pool stop. No Ray is started."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from cluster import local_pool
+from cluster.local_pool import LocalPool, LocalPoolConfig, PoolLost
+from cluster.private_ray import GCS, RAYLET, PrivateRay
+
+
+class StoppingRay(PrivateRay):
+    """Notes what a stop does; disconnecting takes as long as the test lets it."""
+
+    def __init__(self, lost: str = "") -> None:
+        super().__init__(num_cpus=1)
+        self.steps: list[str] = []
+        self.may_go_on = threading.Event()
+        self.lost = lost
+        census: Any = self._census
+        census.observe = lambda: None
+        census.end = self._end
+
+    def lost_daemon(self) -> str:
+        return self.lost
+
+    def _end(self, grace_s: float) -> list[str]:
+        self.steps.append("end all" if grace_s else "kill all")
+        return ["late"] if grace_s else ["early"]
+
+    def _shutdown(self) -> None:
+        self.may_go_on.wait(10)
+        self.steps.append("disconnect")
+
+
+async def test_a_stop_whose_caller_is_cancelled_goes_on_and_the_next_caller_waits_for_its_end() -> None:
+    ray = StoppingRay()
+    first = asyncio.create_task(ray.stop())
+    await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.wait([first])
+    second = asyncio.create_task(ray.stop())
+    await asyncio.sleep(0.01)
+    assert not second.done()
+    ray.may_go_on.set()
+    assert await second == ["late"]
+    assert await ray.stop() == ["late"]
+    assert ray.steps == ["disconnect", "end all"]
+
+
+@pytest.mark.parametrize(("lost", "first"), [(GCS, ["kill all"]), (RAYLET, []), ("", [])])
+async def test_without_their_gcs_processes_are_not_waited_for(lost: str, first: list[str]) -> None:
+    ray = StoppingRay(lost)
+    ray.may_go_on.set()
+    assert await ray.stop() == ["late"]
+    assert ray.steps == [*first, "disconnect", "end all"]
+
+
+@pytest.mark.parametrize(("lost_for_s", "drain_s"), [(None, 30.0), (5.0, 30.0), (30.0, 20.0), (49.0, 1.0), (70.0, 0.0)])
+async def test_a_pool_without_its_gcs_drains_for_no_longer_than_ray_lets_it(
+    lost_for_s: float | None, drain_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = LocalPool(LocalPoolConfig(drain_timeout_s=30.0))
+    drains: list[float] = []
+
+    async def drain(grace_s: float) -> None:
+        drains.append(grace_s)
+
+    monkeypatch.setattr(pool._router, "drain", drain)
+    if lost_for_s is not None:
+        pool._gcs_lost_s = time.monotonic() - lost_for_s
+    await pool.stop()
+    assert drains == [pytest.approx(drain_s, abs=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "lost_for_s", "is_over"), [(10.0, 39.0, False), (10.0, 41.0, True), (0.0, 51.0, True)]
+)
+def test_a_pool_gives_up_while_there_is_time_to_drain(
+    drain_s: float, lost_for_s: float, is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = LocalPool(LocalPoolConfig(drain_timeout_s=drain_s))
+    pool._has_ray = True
+    monkeypatch.setattr(pool._ray, "lost_daemon", lambda: GCS)
+    monkeypatch.setattr(pool, "ready", lambda: ["a replica"])
+    monkeypatch.setattr(pool, "_gcs_lost_s", time.monotonic() - lost_for_s)
+    assert local_pool.ENDED_WITHOUT_GCS_S == 50.0
+    if is_over:
+        with pytest.raises(PoolLost, match="gcs_server has ended"):
+            pool.lost_daemon()
+    else:
+        assert pool.lost_daemon() == GCS
