@@ -12,6 +12,7 @@ import yaml
 from cluster.doctor.deploy.check import check_deployment
 from cluster.doctor.finding import Finding
 from tests.fakes.command_line import ROOT
+from tests.fakes.explained import assert_explained
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 
@@ -68,11 +69,7 @@ def test_a_mistake_is_explained_where_it_is(
     tmp_path: Path, change: Change, line: str, reason: str, remedy: str
 ) -> None:
     findings, lines = check(tmp_path, change)
-    found = [one for one in findings if one.status == "fail" and reason in one.detail]
-    assert found, findings
-    assert remedy in found[0].remedy
-    number = int(found[0].check.split("line ")[1].split(":")[0])
-    assert line in lines[number - 1]
+    assert_explained(findings, lines, line=line, reason=reason, remedy=remedy)
 
 
 def test_a_mistake_inside_the_serve_config_has_the_manifests_line(tmp_path: Path) -> None:
