@@ -119,7 +119,4 @@ class TritonKernels:
 
     def advance(self, logits: torch.Tensor, inputs: DecodeViews) -> Outputs:
         """See StepKernels."""
-        state = RowState(
-            last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
-        )
-        return greedy(logits, state, inputs.logits)
+        return greedy(logits, RowState.of(inputs), inputs.logits)

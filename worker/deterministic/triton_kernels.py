@@ -94,10 +94,7 @@ class TritonFixedOrderKernels:
 
     def advance(self, logits: torch.Tensor, inputs: DecodeViews) -> Outputs:
         """See StepKernels."""
-        state = RowState(
-            last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
-        )
-        return greedy(logits, state, inputs.logits)
+        return greedy(logits, RowState.of(inputs), inputs.logits)
 
     def _tables(self, positions: torch.Tensor, block_tables: torch.Tensor) -> QueryTables:
         return QueryTables(positions=positions, block_tables=block_tables, block_size=self.kv_cache.block_size)

@@ -85,6 +85,47 @@ def fold_tile(
 
 
 @triton.jit
+def cached_tokens(
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    kv_head: tl.tensor,
+    token: tl.tensor,
+    live: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tuple:
+    """Keys and values [tokens, HEAD_PAD] of tokens of a row. Those that are not `live` are never read."""
+    dims = tl.arange(0, HEAD_PAD)
+    block = tl.load(table + token // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    place = ((block * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    inside = live[:, None] & (dims < HEAD_DIM)[None, :]
+    key = tl.load(keys + place[:, None] + dims[None, :], mask=inside, other=0.0)
+    value = tl.load(values + place[:, None] + dims[None, :], mask=inside, other=0.0)
+    return key, value
+
+
+@triton.jit
+def begin_with_new(
+    queries: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    owns_new: tl.tensor,
+    scale: tl.tensor,
+    DOT_ROWS: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+) -> tl.tuple:
+    """(highest, total, acc) of the softmax over the new token, key and value [1, HEAD_PAD]; over nothing for others' programs."""
+    new_score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), axis=1) * scale
+    highest = tl.where(owns_new, new_score, float("-inf"))
+    total = tl.where(owns_new, 1.0, 0.0) + tl.zeros((DOT_ROWS,), tl.float32)
+    acc = value.to(tl.float32) + tl.zeros((DOT_ROWS, HEAD_PAD), tl.float32)
+    return highest, total, acc
+
+
+@triton.jit
 def attend_chunk(
     queries: tl.tensor,
     keys: tl.tensor,
@@ -105,15 +146,12 @@ def attend_chunk(
     STAGES: tl.constexpr,
 ) -> tl.tensor:
     """Online softmax over cached tokens [start, stop). Tokens from `stop` on are never read."""
-    dims = tl.arange(0, HEAD_PAD)
     for tile in tl.range(start, stop, TILE, num_stages=STAGES):
         token = tile + tl.arange(0, TILE)
         live = token < stop
-        block = tl.load(table + token // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        place = ((block * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        inside = live[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(keys + place[:, None] + dims[None, :], mask=inside, other=0.0)
-        value = tl.load(values + place[:, None] + dims[None, :], mask=inside, other=0.0)
+        key, value = cached_tokens(
+            keys, values, table, kv_head, token, live, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE
+        )
         highest, total, acc = fold_tile(queries, key, value, live[None, :], scale, highest, total, acc)
     return highest, total, acc
 
@@ -232,10 +270,7 @@ def _decode_attention(
         tl.store(keys + cached, key, mask=inside)
         tl.store(values + cached, value, mask=inside)
 
-        new_score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), axis=1) * scale
-        highest = tl.where(owns_new, new_score, float("-inf"))
-        total = tl.where(owns_new, 1.0, 0.0) + tl.zeros((DOT_ROWS,), tl.float32)
-        acc = value.to(tl.float32) + tl.zeros((DOT_ROWS, HEAD_PAD), tl.float32)
+        highest, total, acc = begin_with_new(queries, key, value, owns_new, scale, DOT_ROWS, HEAD_PAD)
         start = first + split * chunk
         highest, total, acc = attend_chunk(
             queries, keys, values, table, kv_head, start,

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.decode_attention import attend_chunk, fold_tile, load_head
+from worker.kernels.decode_attention import attend_chunk, begin_with_new, cached_tokens, fold_tile, load_head
 from worker.kernels.dependent_launch import trigger_next, wait_for_previous
 from worker.kernels.device import launch_options, power_of_two
 from worker.kernels.late_merge import split_chunk
@@ -108,11 +108,9 @@ def _early_attention(
         dims = tl.arange(0, HEAD_PAD)
         token = start + tl.arange(0, TILE)
         live = token < stop
-        block = tl.load(table + token // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        place = ((block * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        cached = live[:, None] & (dims < HEAD_DIM)[None, :]
-        old_key = tl.load(keys + place[:, None] + dims[None, :], mask=cached, other=0.0)
-        old_value = tl.load(values + place[:, None] + dims[None, :], mask=cached, other=0.0)
+        old_key, old_value = cached_tokens(
+            keys, values, table, kv_head, token, live, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE
+        )
         slot = tl.load(table + position // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         if PDL:
             wait_for_previous()
@@ -135,10 +133,7 @@ def _early_attention(
         written = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
         tl.store(keys + written, key, mask=inside)
         tl.store(values + written, value, mask=inside)
-        new_score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), axis=1) * scale
-        highest = tl.where(owns_new, new_score, float("-inf"))
-        total = tl.where(owns_new, 1.0, 0.0) + tl.zeros((DOT_ROWS,), tl.float32)
-        acc = value.to(tl.float32) + tl.zeros((DOT_ROWS, HEAD_PAD), tl.float32)
+        highest, total, acc = begin_with_new(queries, key, value, owns_new, scale, DOT_ROWS, HEAD_PAD)
         highest, total, acc = fold_tile(queries, old_key, old_value, live[None, :], scale, highest, total, acc)
         if MORE_TILES:
             highest, total, acc = attend_chunk(

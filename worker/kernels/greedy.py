@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -10,6 +11,9 @@ import triton.language as tl
 
 from worker.kernels.dependent_launch import wait_for_previous
 from worker.kernels.device import launch_options, power_of_two
+
+if TYPE_CHECKING:
+    from worker.decode_inputs import DecodeViews
 
 _BLOCK = 4096
 
@@ -100,6 +104,11 @@ class RowState:
     """[rows]: 1, or 0 for padding."""
     sources: torch.Tensor
     """[rows]: becomes each row's own number; a negative source stands for the token in `token_ids`."""
+
+    @classmethod
+    def of(cls, inputs: DecodeViews) -> RowState:
+        """What the choice of tokens moves on in these inputs."""
+        return cls(last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources)
 
 
 def greedy(

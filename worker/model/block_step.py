@@ -10,11 +10,11 @@ from worker.decode_inputs import DecodeViews
 from worker.kernels.block_product import block_gated, block_logits, block_parts
 from worker.kernels.block_tiles import MAX_ROWS, BlockTile, block_tile_for
 from worker.kernels.decode_workspace import DecodeWorkspace
-from worker.kernels.greedy import choose_best
+from worker.kernels.greedy import RowState, choose_best
 from worker.kernels.rms_norm import rms_norm_parts
 from worker.kernels.token_rows import embed_tokens
 from worker.kv_cache import KVCache
-from worker.model.matrix_tiles import MatrixTiles, matrix_tiles, row_state
+from worker.model.matrix_tiles import MatrixTiles, matrix_tiles
 from worker.model.rows_attention import RowsAttention
 from worker.step_kernels import Outputs
 
@@ -65,4 +65,4 @@ class BlockStep:
             rms_norm_parts(lowered, next_norm, eps, residual=residual, out=x)
         logits = inputs.logits_buffer(config.vocab_size)
         block_logits(x, decoder.lm_head, tiles.head, out=logits, best=words.best)
-        return logits, choose_best(words.best[:, None], logits, row_state(inputs))
+        return logits, choose_best(words.best[:, None], logits, RowState.of(inputs))

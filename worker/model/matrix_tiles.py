@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from worker.decode_inputs import DecodeViews
 from worker.kernels.device import power_of_two
-from worker.kernels.greedy import RowState
 from worker.kernels.matrix_kind import MatrixKind
 
 if TYPE_CHECKING:
@@ -55,10 +53,3 @@ def matrix_tiles(
         return None
     tiles = {kind: tile for kind, shape in shapes.items() if (tile := tile_for(kind, *shape)) is not None}
     return MatrixTiles(**tiles) if len(tiles) == len(shapes) else None
-
-
-def row_state(inputs: DecodeViews) -> RowState:
-    """What the choice of tokens moves on."""
-    return RowState(
-        last_tokens=inputs.last_tokens, positions=inputs.positions, live=inputs.live, sources=inputs.sources
-    )

@@ -8,12 +8,12 @@ import torch
 
 from worker.decode_inputs import DecodeViews
 from worker.kernels.decode_workspace import DecodeWorkspace
-from worker.kernels.greedy import choose_best
+from worker.kernels.greedy import RowState, choose_best
 from worker.kernels.row_tiles import MAX_ROWS, RowTile, columns_for, row_tile_for
 from worker.kernels.rows_product import ScaledRows, rows_add, rows_gated, rows_logits, rows_plain
 from worker.kernels.token_rows import TokenRows, embed_tokens
 from worker.kv_cache import KVCache
-from worker.model.matrix_tiles import MatrixTiles, matrix_tiles, row_state
+from worker.model.matrix_tiles import MatrixTiles, matrix_tiles
 from worker.model.rows_attention import RowsAttention
 from worker.step_kernels import Outputs
 
@@ -65,7 +65,7 @@ class RowsStep:
             x = after_down
         logits = inputs.logits_buffer(config.vocab_size)
         rows_logits(x, decoder.lm_head, tiles.head, eps=eps, out=logits, best=words.best)
-        return logits, choose_best(words.best[:, None], logits, row_state(inputs))
+        return logits, choose_best(words.best[:, None], logits, RowState.of(inputs))
 
     def _embed(self, inputs: DecodeViews) -> TokenRows:
         return embed_tokens(

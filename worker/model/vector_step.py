@@ -9,12 +9,12 @@ import torch
 from worker.decode_inputs import DecodeViews
 from worker.kernels.device import has_gluon
 from worker.kernels.gemv import Norm, gemv, gemv_add, gemv_gated, gemv_logits
-from worker.kernels.greedy import choose_best
+from worker.kernels.greedy import RowState, choose_best
 from worker.kernels.short_plan import short_plan
 from worker.kernels.token_rows import embed_tokens
 from worker.kernels.vector_tiles import Tile, tile_for
 from worker.kv_cache import KVCache
-from worker.model.matrix_tiles import MatrixTiles, matrix_tiles, row_state
+from worker.model.matrix_tiles import MatrixTiles, matrix_tiles
 from worker.model.vector_attention import SharedAttention, ShortAttention, VectorAttention
 from worker.step_kernels import Outputs
 
@@ -60,7 +60,7 @@ class VectorStep:
         logits = inputs.logits_buffer(config.vocab_size)
         norm = Norm(weight=decoder.final_norm, eps=config.rms_norm_eps)
         gemv_logits(x, decoder.lm_head, self.tiles.head, norm=norm, out=logits, best=vectors.best)
-        return logits, choose_best(vectors.best[:, None], logits, row_state(inputs))
+        return logits, choose_best(vectors.best[:, None], logits, RowState.of(inputs))
 
     def _attention(self, inputs: DecodeViews) -> VectorAttention:
         config, width = self.decoder.config, inputs.block_tables.shape[1] * self.kv_cache.block_size
