@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.fakes.logit_record import LogitRecord
+from tests.fakes.one_thread import one_thread  # noqa: F401
 from worker.build import create_engine
 from worker.config import WorkerConfig
 from worker.deterministic.cpu_model import decoder_matrices
@@ -22,14 +22,6 @@ from worker.request import GenerateRequest
 from worker.sampling import SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(280)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

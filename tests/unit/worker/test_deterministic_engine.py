@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.logit_record import LogitRecord
+from tests.fakes.one_thread import one_thread  # noqa: F401
 from tests.fakes.tiny_model import tiny_engine, tiny_model
 from worker.engine import Engine
 from worker.load_causal_lm import ServedModel
@@ -27,15 +27,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 LONG: dict[str, Any] = {"max_position_embeddings": 640}
 SHARED = tuple(random.Random(5).choices(range(4, 200), k=40))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Waiting for a second thread takes longer than these products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine(model: ServedModel, **changes: Any) -> Engine:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
+from tests.fakes.one_thread import one_thread  # noqa: F401
 from tests.fakes.tiny_model import tiny_engine, tiny_model
 from worker.engine import Engine
 from worker.errors import NumericalError
@@ -18,15 +17,6 @@ from worker.request import ChoiceDelta, GenerateRequest, RequestFailed
 from worker.sampling import SamplingParams
 
 PROMPT, OTHER = (5, 6, 7, 8, 9), (20, 21, 22)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Waiting for a second thread takes longer than these products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def faulty_engine(**changes: Any) -> tuple[Engine, Faults]:

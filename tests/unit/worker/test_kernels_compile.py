@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fakes.compiled_offline import compiled_offline
+
 SHARED_BYTES_OF_A_HOPPER_SM = 227 << 10
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.compile_kernels"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(run.stdout)
-    return found
+    return compiled_offline("compile_kernels", tmp_path_factory.mktemp("triton"))
 
 
 def test_every_kernel_of_a_step_compiles_for_every_shape(compiled: list[dict[str, Any]]) -> None:

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fakes.compiled_offline import compiled_offline
+
 SHARED_BYTES_OF_A_HOPPER_SM = 227 << 10
 SHAPES = ("llama-3.2-1b", "qwen2.5-1.5b", "head of 256")
-ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.compile_fixed_order", *SHAPES],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(run.stdout)
-    return found
+    return compiled_offline("compile_fixed_order", tmp_path_factory.mktemp("triton"), *SHAPES, timeout_s=280)
 
 
 def named(compiled: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

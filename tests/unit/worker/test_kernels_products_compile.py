@@ -5,16 +5,12 @@ They are written in Gluon, which nothing interprets; what they compute is tested
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.fakes.compiled_offline import compiled_offline
+
 MODELS = ("smollm2-135m", "qwen2.5-1.5b")
 SHARED_BYTES_OF_A_HOPPER_PROGRAM = 227 << 10
 MAX_SHARED_BYTES_OF_A_SUM = 8 << 10
@@ -23,20 +19,7 @@ MAX_SHARED_BYTES_OF_A_SUM = 8 << 10
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.compile_products", *MODELS],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(run.stdout)
-    return found
+    return compiled_offline("compile_products", tmp_path_factory.mktemp("triton"), *MODELS, timeout_s=400)
 
 
 @pytest.mark.parametrize(("width", "attention"), [(16, "_early_attention"), (256, "_decode_attention")])

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.shapes import SHAPES
+from tests.fakes.compiled_offline import compiled_offline
 
-ROOT = Path(__file__).parents[3]
 MAX_SHARED_BYTES_OF_A_PRODUCT = 512
 """Room for one reduction. A change of layout would take kilobytes, and time."""
 
@@ -22,20 +17,7 @@ MAX_SHARED_BYTES_OF_SHORT_ATTENTION = 20 << 10
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.compile_vectors"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(run.stdout)
-    return found
+    return compiled_offline("compile_vectors", tmp_path_factory.mktemp("triton"), timeout_s=400)
 
 
 @pytest.fixture(scope="module")

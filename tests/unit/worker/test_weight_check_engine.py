@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.one_thread import one_thread  # noqa: F401
 from tests.fakes.tiny_model import tiny_engine, tiny_model
 from worker.bit_flips import BitFlips
 from worker.build import build_engine
@@ -26,14 +26,6 @@ from worker.sampling import SamplingParams
 PROMPT = (5, 6, 7, 8, 9)
 ALWAYS = 1e-9
 """An interval: pass after pass."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def request(name: str, prompt: tuple[int, ...] = PROMPT, **params: Any) -> GenerateRequest:
