@@ -10,6 +10,7 @@ from cluster.config import RouterConfig
 from cluster.errors import RemoteError, ReplicaLost, ReplicaUnresponsive, ReplicaUnsound
 from cluster.router.link import Link
 from cluster.router.loss import Verdict
+from cluster.router.quarantine import fingerprint
 from cluster.router.stream import LinkStream
 from protos import control_pb2, replica_pb2
 from protos import generation_pb2 as pb
@@ -169,3 +170,37 @@ async def test_late_events_of_a_stream_that_was_given_up_reach_nobody() -> None:
     attached.receive(events=[replica_pb2.StreamEvent(stream_id=second.stream_id, response=late, end=True)])
     assert attached.num_fenced == 1
     assert [piece.choices[0].token_ids[0] async for piece in second] == [1]
+
+
+def test_a_replica_hears_of_every_verdict_when_it_greets_and_brings_those_of_others() -> None:
+    attached = Attached()
+    guilty = pb.GenerateRequest(text="x")
+    attached.link._quarantine.add(guilty)
+    hello = replica_pb2.ReplicaHello(replica="r", incarnation="1", model=control_pb2.ModelInfo(name="m"))
+    attached.receive(hello=hello)
+    (frame,) = attached.connection.sent
+    assert frame.poison.fingerprint == fingerprint(guilty)
+    assert 599 < frame.poison.ttl_s <= 600
+    attached.receive(poisons=[replica_pb2.PoisonVerdict(fingerprint=bytes(16), ttl_s=5.0)])
+    assert bytes(16) in attached.link._quarantine.verdicts
+    assert len(attached.connection.sent) == 1, "the replica tells its other routers itself"
+
+
+def test_how_many_routers_there_are_comes_with_the_load_and_goes_with_the_connection() -> None:
+    attached = Attached()
+    attached.receive(load=control_pb2.Load(max_rows=8), num_routers=3)
+    attached.receive(state=control_pb2.REPLICA_STATE_DRAINING)
+    assert attached.link.num_routers == 3
+    attached.dies()
+    assert attached.link.num_routers == 0
+    attached.link.tell({bytes(16): 1.0})
+
+
+@pytest.mark.parametrize(("state", "has_left"), [("READY", False), ("DRAINING", True), ("STOPPED", True)])
+async def test_a_replica_that_left_on_purpose_is_not_dialed_again_and_again(state: str, has_left: bool) -> None:
+    attached = Attached()
+    attached.receive(state=control_pb2.ReplicaState.Value(f"REPLICA_STATE_{state}"))
+    attached.dies()
+    assert attached.link._has_left is has_left
+    if attached.link._admission is not None:
+        attached.link._admission.cancel()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.config import RouterConfig
 from cluster.errors import StaleIncarnation
+from cluster.router import quota_share
 from cluster.router.membership import MAX_REPLICAS, Membership
 from protos import control_pb2, replica_pb2
 from tests.fakes.fake_link import FakeLink
@@ -153,3 +154,30 @@ def test_the_number_of_replicas_is_bounded() -> None:
         membership.announce(announcement("1", replica=f"r{number}"))
     with pytest.raises(InvalidRequest, match="the limit"):
         membership.announce(announcement("1", replica="one-more"))
+
+
+def test_as_many_routers_count_as_the_replica_with_most_of_them_says() -> None:
+    clock = FakeClock()
+    membership, links = create_membership(clock)
+    membership.count_routers()
+    assert membership.quota_share.num_routers == 1
+    for name in "ab":
+        membership.announce(announcement("1", replica=name))
+    links[0].num_routers, links[1].num_routers = 3, 1
+    membership.count_routers()
+    assert membership.quota_share.num_routers == 3
+    links[0].num_routers = 2
+    for _ in range(2):
+        membership.count_routers()
+        assert membership.quota_share.num_routers == 3
+        clock.now_s += quota_share.HOLD_S / 2
+    membership.count_routers()
+    assert membership.quota_share.num_routers == 2
+
+
+def test_a_verdict_goes_to_every_replica() -> None:
+    membership, links = create_membership()
+    for name in "ab":
+        membership.announce(announcement(name, replica=name))
+    membership.tell({b"k": 1.0})
+    assert [link.told for link in links] == [[{b"k": 1.0}]] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,6 +236,45 @@ def test_quarantine_ends_and_holds_the_newest_only() -> None:
         quarantine.add(poison(str(number)))
     assert len(quarantine) == MAX_ENTRIES
     quarantine.check(poison("0"))
+
+
+def test_what_another_router_found_guilty_is_refused_for_what_is_left_of_its_time() -> None:
+    clock = ManualClock()
+    told: list[Mapping[bytes, float]] = []
+    finder = Quarantine(60.0, secret=lambda: "s", on_verdict=told.append, clock=clock)
+    finder.add(poison())
+    assert told == [finder.verdicts]
+    other = Quarantine(600.0, secret=lambda: "s", clock=clock)
+    ((key, ttl_s),) = told[0].items()
+    other.learn(key, ttl_s)
+    with pytest.raises(PoisonedRequest):
+        other.check(poison(request_id="again"))
+    clock.now_s += 40
+    other.learn(key, 60.0)  # old news that comes around again
+    clock.now_s += 30
+    other.check(poison())
+
+
+def test_nothing_learned_lasts_longer_than_this_router_would_have_it() -> None:
+    clock = ManualClock()
+    quarantine = Quarantine(10.0, clock=clock)
+    quarantine.learn(fingerprint(poison()), 1e9)
+    assert list(quarantine.verdicts.values()) == [10.0]
+    for key, ttl_s in ((b"short", 60.0), (bytes(16), 0.0), (bytes(16), -1.0)):
+        quarantine.learn(key, ttl_s)
+    assert len(quarantine) == 1
+    off = Quarantine(0.0, clock=clock)
+    off.learn(fingerprint(poison()), 60.0)
+    off.check(poison())
+
+
+def test_a_fingerprint_is_of_no_use_without_the_secret() -> None:
+    keys = {fingerprint(poison(), secret) for secret in ("", "a", "b", "a" * 200)}
+    assert len(keys) == 4
+    quarantine = Quarantine(10.0, secret=lambda: "a")
+    for secret in ("", "b"):
+        quarantine.learn(fingerprint(poison(), secret), 60.0)
+    quarantine.check(poison())
 
 
 def test_addresses_are_a_list_or_separated_by_commas_and_each_counts_once() -> None:
