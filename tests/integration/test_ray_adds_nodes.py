@@ -32,12 +32,30 @@ pytestmark = [
 
 # Ray's provider for tests finds its head under this name.
 HEAD_TYPE = "ray.head.default"
-START = """
-source ~/graphpool/deploy/node/ray.env
+RAY_ENVIRONMENT = "source ~/graphpool/deploy/node/ray.env"
+START = f"""
+{RAY_ENVIRONMENT}
 export RAY_FAKE_CLUSTER=1 AUTOSCALER_UPDATE_INTERVAL_S=1 RAY_enable_autoscaler_v2=0
 ray start --head --port=6379 --dashboard-host=127.0.0.1 --num-cpus=0 --object-store-memory=83886080 --autoscaling-config=$HOME/cluster.json
 """
-COUNT = 'import ray; ray.init(log_to_driver=False); print(sum(1 for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU")))'
+# Prints how many replicas are READY, and how many nodes with a GPU there are, for every line that it reads.
+COUNT = """
+import sys
+import ray
+from cluster.client import CallError, GraphpoolClient
+from cluster.cli.load_table import READY
+from load import config
+
+ray.init(log_to_driver=False)
+with GraphpoolClient("127.0.0.1:50050", config) as client:
+    for _ in sys.stdin:
+        try:
+            ready = sum(load.state == READY for load in client.loads())
+        except CallError:
+            ready = 0
+        nodes = sum(1 for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU"))
+        print(ready, nodes, flush=True)
+"""
 # Keeps more sequences going than one replica has rows, until it is killed.
 LOAD = """
 import threading
@@ -50,12 +68,14 @@ certs = Path.home() / "graphpool" / "certs"
 security = ClientSecurity(
     tls_ca=str(certs / "ca.pem"), tls_cert=str(certs / "client.pem"), tls_key=str(certs / "client-key.pem")
 )
+config = ClientConfig(security=security)
 def ask():
-    with GraphpoolClient("127.0.0.1:50050", ClientConfig(security=security)) as client:
+    with GraphpoolClient("127.0.0.1:50050", config) as client:
         while True:
             client.generate([1, 2, 3], max_tokens=200, ignore_eos=True)
-for _ in range(12):
-    threading.Thread(target=ask).start()
+if __name__ == "__main__":
+    for _ in range(12):
+        threading.Thread(target=ask).start()
 """
 
 
@@ -102,9 +122,11 @@ class Autoscaled:
     """The cluster."""
 
     machine: Machine
+    counts: subprocess.Popen[str]
+    """COUNT, once it is running."""
 
     def on_head(self, command: str) -> str:
-        return self.machine.shell(f"source ~/graphpool/deploy/node/ray.env; {command}")
+        return self.machine.shell(f"{RAY_ENVIRONMENT}; {command}")
 
     def deploy(self, **changes: Any) -> None:
         (self.machine.home / "serve.yaml").write_text(yaml.safe_dump(serve_config(**changes)))
@@ -113,17 +135,18 @@ class Autoscaled:
     def wait_for(self, num_replicas: int) -> None:
         """Until so many replicas are READY on as many nodes."""
         give_up_s = time.monotonic() + 240
-        while (found := (self.num_ready_replicas(), self.num_gpu_nodes())) != (num_replicas, num_replicas):
+        while (found := self.ready_and_nodes()) != (num_replicas, num_replicas):
             assert time.monotonic() < give_up_s, f"{found}: {self.on_head('serve status')}"
-            time.sleep(2)
+            time.sleep(0.5)
 
-    def num_gpu_nodes(self) -> int:
-        return int(self.on_head(f"RAY_SCHEDULER_EVENTS=0 python -c '{COUNT}' 2>/dev/null").splitlines()[0])
-
-    def num_ready_replicas(self) -> int:
-        certs = "~/graphpool/certs"
-        tls = f"--tls-ca {certs}/ca.pem --tls-cert {certs}/pool.pem --tls-key {certs}/pool-key.pem"
-        return self.on_head(f"graphpool status --address 127.0.0.1:50050 {tls} --json || true").count('READY"')
+    def ready_and_nodes(self) -> tuple[int, int]:
+        """Replicas that are READY, and nodes with a GPU."""
+        assert self.counts.stdin is not None
+        assert self.counts.stdout is not None
+        self.counts.stdin.write("\n")
+        self.counts.stdin.flush()
+        ready, nodes = self.counts.stdout.readline().split()
+        return int(ready), int(nodes)
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +157,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Autoscaled]:
         (head.home / ".ray").mkdir()
         (head.home / ".ray" / "auth_token").write_text("5" * 64)
         (head.home / "cluster.json").write_text(json.dumps(cluster_config()))
-        made = Autoscaled(head)
-        made.on_head("graphpool certs init ~/graphpool/certs")
+        (head.home / "load.py").write_text(LOAD)
+        (head.home / "count.py").write_text(COUNT)
+        head.shell("source ~/graphpool-env/bin/activate; graphpool certs init ~/graphpool/certs")
         head.shell(START, timeout_s=120)
         head.shell("bash ~/graphpool/deploy/node/router.sh start")
-        yield made
+        counts = f"{RAY_ENVIRONMENT}; RAY_SCHEDULER_EVENTS=0 exec python count.py 2>/dev/null"
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(head.inside("bash", "-c", counts), **pipes) as process:
+            yield Autoscaled(head, process)
 
 
 def test_nodes_come_with_the_wish_for_replicas_and_go_with_it(cluster: Autoscaled) -> None:
-    assert cluster.num_gpu_nodes() == 0
+    assert cluster.ready_and_nodes() == (0, 0)
     for wanted in (1, 2, 1):
         cluster.deploy(num_replicas=wanted)
         cluster.wait_for(wanted)
@@ -151,7 +178,6 @@ def test_nodes_come_with_the_wish_for_replicas_and_go_with_it(cluster: Autoscale
 def test_load_brings_a_node_and_its_end_takes_it_away(cluster: Autoscaled) -> None:
     cluster.deploy(scaling={"min_replicas": 1, "max_replicas": 2, "down_after_s": 10.0})
     cluster.wait_for(1)
-    (cluster.machine.home / "load.py").write_text(LOAD)
     environment = "source ~/graphpool-env/bin/activate"
     load = subprocess.Popen(
         cluster.machine.inside("bash", "-c", f"{environment}; echo $$ >load.pid; exec python load.py")
