@@ -16,9 +16,10 @@ from cluster.replica.server import ReplicaServer
 from cluster.replica.start_times import StartTimes
 from cluster.security.core_dumps import refuse_core_dumps
 from worker.config import WorkerConfig
-from worker.context_ahead import make_context_ahead
+from worker.context_ahead import has_driver, make_context_ahead
 from worker.errors import WorkerError
 from worker.faults import Faults
+from worker.kernels.build_processes import start_build_processes
 from worker.model.progress import Progress
 from worker.service import EngineService
 
@@ -92,12 +93,16 @@ def _build(
     hold_s: Callable[[int], float],
     times: StartTimes,
 ) -> BuiltEngine:
-    if worker.device == "cuda":
+    compilers = None
+    if worker.device != "cpu" and has_driver():
         make_context_ahead()
+        compilers = start_build_processes()
     from worker.build import build_engine
 
     times.over("imports")
-    return build_engine(worker, events, progress=progress, faults=faults, hold_s=hold_s, on_phase=times.over)
+    return build_engine(
+        worker, events, progress=progress, faults=faults, hold_s=hold_s, on_phase=times.over, compilers=compilers
+    )
 
 
 def end_process(error: WorkerError) -> NoReturn:

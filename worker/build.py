@@ -19,6 +19,7 @@ from worker.faults import Faults
 from worker.faulty_runner import FaultyRunner
 from worker.graph_runner import GraphOptions, GraphRunner
 from worker.graphs.backend import backend_for
+from worker.kernels.build_processes import BuildProcesses
 from worker.kv_cache import KVCache
 from worker.load import EngineInfo
 from worker.load_causal_lm import ServedModel, load_causal_lm
@@ -58,11 +59,12 @@ def build_engine(
     faults: Faults | None = None,
     hold_s: Hold = hold_nothing,
     on_phase: Callable[[str], None] | None = None,
+    compilers: BuildProcesses | None = None,
 ) -> BuiltEngine:
     """Load the model and start its engine. Raises ModelLoadError, or ValueError for a configuration that cannot work.
 
     With `faults`, every step meets those that are armed. `hold_s`: see worker.engine.EngineParts. `on_phase` is told the
-    name of each part of the work when it is done.
+    name of each part of the work when it is done. `compilers` build kernels, and are closed when those are built.
     """
     over = on_phase or (lambda _: None)
     if config.cpu_threads is not None:
@@ -77,10 +79,12 @@ def build_engine(
     text = TextProcessor.from_files(files) if files.has_tokenizer else None
     over("text")
     with memory_named(config.model):
-        engine = create_engine(config, files, served, text, hold_s=hold_s)
+        engine = create_engine(config, files, served, text, hold_s=hold_s, compilers=compilers)
     over("engine")
     if isinstance(engine.runner, GraphRunner):
-        log.info("%d kernels are built", engine.runner.build_kernels())
+        log.info("%d kernels are built", engine.runner.build_kernels(compilers))
+    elif compilers is not None:
+        compilers.close()
     over("kernels")
     if faults is not None:
         engine.runner = FaultyRunner(engine.runner, engine.kv_cache, faults)
@@ -94,12 +98,11 @@ def build_engine(
 
 def prepare(engine: Engine, progress: Progress | None) -> None:
     """Capture every graph before serving, and say how far it is and what memory the graphs have taken."""
-    total = 0
+    total = engine.runner.num_to_prepare
     while engine.prepare_next():
-        graphs = engine.graph_snapshot()
-        total += 1
+        graphs, left = engine.graph_snapshot(), engine.runner.num_to_prepare
         if progress is not None:
-            progress(f"capturing graphs, {graphs.pool_bytes >> 20} MiB", total, total + engine.runner.num_to_prepare)
+            progress(f"capturing graphs, {graphs.pool_bytes >> 20} MiB", total - left, total)
 
 
 def create_engine(
@@ -109,10 +112,11 @@ def create_engine(
     text: TextProcessor | None,
     *,
     hold_s: Hold = hold_nothing,
+    compilers: BuildProcesses | None = None,
 ) -> Engine:
     """Put an engine together around a loaded model; nothing runs yet."""
     if config.deterministic:
-        served = deterministic_model(served, config)
+        served = deterministic_model(served, config, compilers)
     weight = next(served.model.module.parameters())
     shapes = choose_shapes(config, served.model.shape, weight.device, weight.dtype)
     kv_cache = create_kv_cache(config, served, shapes)

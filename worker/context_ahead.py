@@ -8,6 +8,15 @@ import threading
 DRIVER = "libcuda.so.1"
 
 
+def has_driver() -> bool:
+    """Whether there is a driver of GPUs here; it may be without one."""
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return True
+
+
 def make_context_ahead() -> threading.Thread:
     """Retain the first visible device's primary context, on a thread of its own. It is the one that torch uses then.
 

@@ -11,6 +11,7 @@ import torch
 
 from worker.batch import Batch
 from worker.block_pool import PADDING_BLOCK, BlockPool
+from worker.causal_lm import NativeCausalLM
 from worker.graph_draws import CHECKED_ROWS, HISTORY_BLOCKS
 from worker.graph_memory import StepMemory
 from worker.graph_regions import ANY, CHUNK, DRAW, FRESH, PACKED, GraphRegions
@@ -20,11 +21,13 @@ from worker.graphs.dispatcher import Dispatcher, Miss
 from worker.graphs.key import GraphKey
 from worker.graphs.plan import plan_captures
 from worker.graphs.pool import GraphPool
+from worker.graphs.recorder import WARMUP_STEPS
 from worker.graphs.self_check import SelfCheck
 from worker.graphs.session import CaptureSession, SessionOptions
 from worker.inputs import MAX_PACKED
 from worker.kernel_builds import KernelBuilds
 from worker.kernels.build_ahead import can_build_ahead
+from worker.kernels.build_processes import BuildProcesses
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness, GraphSnapshot, GraphUse
 from worker.pending import DoneStep, PendingStep
@@ -37,6 +40,8 @@ from worker.tiers import BucketTable, TierTable
 
 log = logging.getLogger(__name__)
 
+OWN_WARMUP_STEPS = 1
+"""Of models whose every launch is ours: nothing in them tunes itself or compiles by and by."""
 MIN_PACKED = 64
 """Tokens of the smallest bucket for several prompts; fewer are padded to it."""
 
@@ -103,7 +108,10 @@ class GraphRunner:
             self.regions,
             pool=self.graph_pool,
             dispatcher=self.dispatcher,
-            options=SessionOptions(two_pass=options.two_pass),
+            options=SessionOptions(
+                two_pass=options.two_pass,
+                num_warmup_steps=OWN_WARMUP_STEPS if isinstance(eager.model, NativeCausalLM) else WARMUP_STEPS,
+            ),
             self_check=SelfCheck() if options.self_check else None,
             size_of=memory.graph_bytes,
         )
@@ -137,8 +145,7 @@ class GraphRunner:
 
     def prepare_next(self) -> bool:
         """Build some kernels, warm up or capture one key. The static inputs and the padding block are left inert."""
-        if self._builds is not None and (num_built := self._builds.build_next()) is not None:
-            log.info("%d kernels are built", num_built)
+        if self._builds is not None and self._is_building(self._builds):
             return True
         self._make_inert()
         progress = self.session.capture_next()
@@ -153,15 +160,27 @@ class GraphRunner:
         while self.prepare_next():
             pass
 
-    def build_kernels(self) -> int:
+    def build_kernels(self, processes: BuildProcesses | None = None) -> int:
         """Build the kernels that a first request launches, before anything runs; returns how many. 0 where that cannot be.
 
-        Those of all other keys are then built in pieces by `prepare_next`, before the first capture.
+        Those of all other keys are then asked for in pieces by `prepare_next`, before the first capture. `processes`, if
+        there are any, are then this runner's to close.
         """
         if self.kv_cache.storage.device.type != "cuda" or not can_build_ahead():
+            if processes is not None:
+                processes.close()
             return 0
-        self._builds = KernelBuilds(self.regions, self.session.waiting)
+        self._builds = KernelBuilds(self.regions, self.session.waiting, processes)
         return self._builds.build_first()
+
+    def _is_building(self, builds: KernelBuilds) -> bool:
+        """Whether this turn went into kernels, asked for or waited for."""
+        num_asked = builds.build_next()
+        if num_asked is not None:
+            log.info("%d more kernels are being built", num_asked)
+            return True
+        key = self.session.next_key
+        return key is not None and not builds.are_built(key)
 
     def can_overlap(self, batch: Batch) -> bool:
         """See Runner."""

@@ -6,25 +6,37 @@ import copy
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 from worker.graph_regions import FRESH, GraphRegions
 from worker.graphs.key import GraphKey
-from worker.kernels.build_ahead import MAX_THREADS, build_ahead
+from worker.kernels.build_ahead import KernelsAhead
+from worker.kernels.build_processes import BuildProcesses
 from worker.model.shortened import shortened
 
 GROUP = 4
 """Keys of one piece: so few that rows that run do not wait for long."""
-THREADS = 3
-"""That build a piece: more would not be faster, and keep the thread that sends answers from running."""
+WAIT_S = 0.05
+"""How long a piece waits for kernels that other processes build."""
 
 
 class KernelBuilds:
-    """The keys whose kernels are not built yet."""
+    """The keys whose kernels are not built yet.
 
-    def __init__(self, regions: GraphRegions, keys: Iterable[GraphKey]) -> None:
+    In `processes`, kernels of all keys are asked for at once, a piece of keys at a time, and those of a key are waited for
+    when it is captured. Without, each piece waits for its own: building holds the interpreter's lock, and would slow
+    whatever runs beside it.
+    """
+
+    def __init__(
+        self, regions: GraphRegions, keys: Iterable[GraphKey], processes: BuildProcesses | None = None
+    ) -> None:
         self._regions = copy.copy(regions)
         self._regions.model = shortened(regions.model)
         self._waiting = deque(keys)
+        self._processes = processes
+        self._ahead = KernelsAhead(processes)
+        self._kernels: dict[GraphKey, list[Any]] = {}
 
     @property
     def num_left(self) -> int:
@@ -36,16 +48,32 @@ class KernelBuilds:
         first = [key for key in (_smallest(self._waiting, "decode"), _smallest(self._waiting, "prefill")) if key]
         for key in first:
             self._waiting.remove(key)
-        return self._build(first)
+        asked = self._ask(first)
+        self._ahead.settle()
+        return asked
 
     def build_next(self) -> int | None:
-        """Build one more piece, in the order given; how many kernels. None when nothing is left."""
+        """Build one more piece, in the order given; how many kernels. None when nothing is left to ask for."""
         if not self._waiting:
             return None
-        return self._build([self._waiting.popleft() for _ in range(min(GROUP, len(self._waiting)))], THREADS)
+        asked = self._ask([self._waiting.popleft() for _ in range(min(GROUP, len(self._waiting)))])
+        if self._processes is None:
+            self._ahead.settle()
+        return asked
 
-    def _build(self, keys: Iterable[GraphKey], max_threads: int = MAX_THREADS) -> int:
-        return build_ahead((partial(self._regions.go_through, key) for key in keys), max_threads=max_threads)
+    def are_built(self, key: GraphKey) -> bool:
+        """Whether the kernels of `key`, which was asked for, are; waits for them a little."""
+        is_built = self._ahead.settle(self._kernels.get(key, ()), wait_s=WAIT_S)
+        if not self._ahead.num_pending and not self._waiting and self._processes is not None:
+            self._processes.close()
+        return is_built
+
+    def _ask(self, keys: Iterable[GraphKey]) -> int:
+        """How many kernels were not asked for before."""
+        before = self._ahead.num_asked
+        for key in keys:
+            self._kernels[key] = self._ahead.go_through(partial(self._regions.go_through, key))
+        return self._ahead.num_asked - before
 
 
 def _smallest(keys: Iterable[GraphKey], phase: str) -> GraphKey | None:

@@ -1,6 +1,6 @@
 """Builds the kernels of a small worker ahead, for Hopper and without a GPU; then launches what its keys launch, and prints what that builds.
 
-Run in a process of its own: `python -m tests.fakes.compile_ahead`, or with `deterministic` behind it.
+Run in a process of its own: `python -m tests.fakes.compile_ahead`, with `deterministic`, with `processes`, or with both behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 
 from bench.shapes import TINY_SHAPE
 from tests.fakes.offline_gpu import compiling_for_hopper
+from worker.kernels.build_processes import BuildProcesses
 
+PROCESSES = BuildProcesses(2) if "processes" in sys.argv else None
 SHAPE = TINY_SHAPE | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
 
 
@@ -57,7 +59,7 @@ def fixed_order(served: Any) -> Any:
     from worker.kernels.build_ahead import build_ahead
 
     decoder = served.model.decoder
-    built = build_ahead(triton_model.products_to_go_through(decoder))
+    built = build_ahead(triton_model.products_to_go_through(decoder), PROCESSES)
     print(json.dumps({"products": built}))
     vars(triton_model)["equal_tiles"] = lambda sizes, *_: RowTiles(tuple(sizes))
     return replace(served, model=triton_model.TritonFixedOrderCausalLM(decoder))
@@ -85,13 +87,22 @@ def main() -> None:
         device.multiplies_in_groups = lambda _: True  # type: ignore[assignment]
         runner = runner_of(Path(folder), is_deterministic="deterministic" in sys.argv)
         built: list[str] = []
-        triton.knobs.compilation.listener = lambda src, **_: built.append(src.name)
+        here: list[str] = []
+
+        def on_built(*, src: Any, cache_hit: bool, **_: Any) -> None:
+            built.append(src.name)
+            here.extend([] if cache_hit else [src.name])
+
+        triton.knobs.compilation.listener = on_built
         runner.kv_cache.storage.fill_(7.0)
         before = runner.eager.decode_inputs.staging.device["token_ids"].clone()
-        builds = KernelBuilds(runner.regions, runner.session.waiting)
+        builds = KernelBuilds(runner.regions, runner.session.waiting, PROCESSES)
         asked = builds.build_first()
         while (more := builds.build_next()) is not None:
             asked += more
+        for key in runner.session.waiting:
+            while not builds.are_built(key):
+                continue
         ahead = len(built)
         is_untouched = bool((runner.kv_cache.storage == 7.0).all()) and torch.equal(
             before, runner.eager.decode_inputs.staging.device["token_ids"]
@@ -99,7 +110,15 @@ def main() -> None:
         runner.regions.model.module.embedding.fill_(0.0)
         for key in runner.session.waiting:
             runner.regions.go_through(key)
-        print(json.dumps({"asked": asked, "ahead": ahead, "later": built[ahead:], "is_untouched": is_untouched}))
+        found = {
+            "asked": asked,
+            "ahead": ahead,
+            "later": built[ahead:],
+            "here": here,
+            "is_untouched": is_untouched,
+            "has_symbols": "sympy" in sys.modules,
+        }
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ FORBIDDEN_MODULES = {
     "code",
     "zmq",
 }
+OWN_PIPES = {"worker/kernels/build_processes.py", "worker/kernels/build_server.py"}
+"""Both ends of the pipes between a worker and the processes that it has started to compile kernels; nothing else can
+write into them."""
 FORBIDDEN_CALLS = {
     "torch.load": "reads pickles",
     "numpy.load": "may read pickles",
@@ -80,6 +83,8 @@ def is_false(node: ast.expr) -> bool:
 def test_s5_no_module_of_ours_reads_pickles_or_runs_text() -> None:
     found = {str(path.relative_to(ROOT)): list(problems(path.read_text(encoding="utf-8"))) for path in sources()}
     assert len(found) > 150
+    for path in OWN_PIPES:
+        assert {line.partition(": ")[2] for line in found.pop(path)} == {"imports pickle"}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 

@@ -8,13 +8,16 @@ import torch
 
 from worker.causal_lm import ModelShape, NativeCausalLM
 from worker.config import WorkerConfig
+from worker.kernels.build_processes import BuildProcesses
 from worker.kernels.device import has_triton
 from worker.kv_cache import KVCache
 from worker.load_causal_lm import ServedModel
 from worker.step_kernels import StepKernels
 
 
-def deterministic_model(served: ServedModel, config: WorkerConfig) -> ServedModel:
+def deterministic_model(
+    served: ServedModel, config: WorkerConfig, compilers: BuildProcesses | None = None
+) -> ServedModel:
     """The same model, computed in one order. Raises ValueError for what has no such order, ModelLoadError for a device."""
     if not isinstance(served.model, NativeCausalLM):
         raise ValueError(f"deterministic needs the native decoder, and this model runs on {served.implementation}")
@@ -25,7 +28,7 @@ def deterministic_model(served: ServedModel, config: WorkerConfig) -> ServedMode
             raise ValueError("deterministic on CUDA needs kernels 'triton' or 'auto', and the triton package")
         from worker.deterministic.triton_model import TritonFixedOrderCausalLM  # triton takes a second to import
 
-        return replace(served, model=TritonFixedOrderCausalLM(decoder))
+        return replace(served, model=TritonFixedOrderCausalLM(decoder, compilers))
     if dtype != torch.float32:
         raise ValueError(f"deterministic on the CPU needs dtype 'float32', not {str(dtype).removeprefix('torch.')!r}")
     from worker.deterministic.cpu_model import CpuFixedOrderCausalLM

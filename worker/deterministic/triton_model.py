@@ -15,6 +15,7 @@ from worker.deterministic.cpu_model import decoder_matrices
 from worker.deterministic.row_tiles import RowTiles
 from worker.deterministic.verify import equal_tiles
 from worker.kernels.build_ahead import build_ahead, can_build_ahead
+from worker.kernels.build_processes import BuildProcesses
 from worker.kernels.fixed_order_matmul import ROW_TILES, SplitSums, matmul, matmul_gated
 from worker.kernels.fixed_order_rows import add_norm, embed_norm
 from worker.model.decoder import Decoder, DecoderLayer
@@ -44,12 +45,12 @@ class Products:
 class TritonFixedOrderCausalLM:
     """See worker.causal_lm.CausalLM. Attention must be a TritonFixedOrderAttention."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, compilers: BuildProcesses | None = None) -> None:
         self.decoder = decoder
         self.module: nn.Module = decoder
         self.shape = ModelShape.of(decoder.config)
         self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
-        self.products = Products(verify_products(decoder))
+        self.products = Products(verify_products(decoder, compilers))
 
     @torch.inference_mode()
     def compute(
@@ -72,12 +73,12 @@ class TritonFixedOrderCausalLM:
         return self.products(chosen, decoder.lm_head, num_splits=1).parts[0]
 
 
-def verify_products(decoder: Decoder) -> Mapping[tuple[int, int], RowTiles]:
+def verify_products(decoder: Decoder, compilers: BuildProcesses | None = None) -> Mapping[tuple[int, int], RowTiles]:
     """The row tiles of each shape of matrix. Raises ModelLoadError where there are none."""
     device, dtype = decoder.embedding.device, decoder.embedding.dtype
     generator = torch.Generator().manual_seed(0)
     if device.type == "cuda" and can_build_ahead():
-        build_ahead(products_to_go_through(decoder))
+        build_ahead(products_to_go_through(decoder), compilers)
     found: dict[tuple[int, int], RowTiles] = {}
     for weight in decoder_matrices(decoder):
         outputs, inputs = weight.shape

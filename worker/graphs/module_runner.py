@@ -18,7 +18,7 @@ from worker.graphs.lanes import CopyMode, InputLane
 from worker.graphs.lease import ReplayLease
 from worker.graphs.module_call import ModuleCall
 from worker.graphs.pool import GraphPool
-from worker.graphs.recorder import MIN_WARMUP_STEPS, GraphRecorder
+from worker.graphs.recorder import WARMUP_STEPS, GraphRecorder
 
 SampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One tensor, positional arguments, or arguments by name."""
@@ -82,7 +82,7 @@ class CUDAGraphRunner:
         self,
         module: nn.Module,
         sample_inputs: SampleInputs,
-        num_steps: int = MIN_WARMUP_STEPS,
+        num_steps: int = WARMUP_STEPS,
         *,
         reset: Callable[[], object] | None = None,
         state: Mapping[str, Tensor] | None = None,
@@ -93,6 +93,8 @@ class CUDAGraphRunner:
         `reset` is called afterwards and puts back what the module has changed, such as a cache; tensors in `state` are
         saved and put back. Random operators need their generator in `generators`. Raises the CaptureError found.
         """
+        if num_steps < WARMUP_STEPS:
+            raise ValueError(f"num_steps must be at least {WARMUP_STEPS}, got {num_steps}")
         call = call_of(sample_inputs)
         key = GraphKey("decode", 0, _batch_of(call), f"{type(module).__name__}.{next(_NUMBERS)}")
         options: dict[str, Any] = {"reset": reset, "state": dict(state or {}), "generators": tuple(generators)}

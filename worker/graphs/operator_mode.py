@@ -10,6 +10,8 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
 
 class OperatorMode(TorchDispatchMode):
     """While entered, every operator of this thread goes through `on_operator`, which runs it and returns its result.
@@ -41,7 +43,8 @@ class OperatorMode(TorchDispatchMode):
     ) -> Any:
         if isinstance(func, OpOverload) and _is_composite(func):
             with self:
-                return func.decompose(*args, **(kwargs or {}))
+                # Not `decompose`: it may choose a decomposition in Python that loads torch's symbolic shapes.
+                return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         return self.on_operator(func, args, kwargs or {})
 
     def on_operator(self, func: OpOverload | HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

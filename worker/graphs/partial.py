@@ -17,7 +17,7 @@ from worker.graphs.errors import InputMismatch
 from worker.graphs.key import GraphKey
 from worker.graphs.module_call import ModuleCall
 from worker.graphs.pool import GraphPool
-from worker.graphs.recorder import MIN_WARMUP_STEPS, GraphRecorder
+from worker.graphs.recorder import WARMUP_STEPS, GraphRecorder
 from worker.graphs.region import storage_of
 
 Chooses = Callable[[str, nn.Module], bool]
@@ -102,7 +102,7 @@ class PartialGraphs:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        num_warmup_steps: int = MIN_WARMUP_STEPS,
+        num_warmup_steps: int = WARMUP_STEPS,
         reset: Callable[[], object] | None = None,
     ) -> None:
         """Capture every chosen submodule for the shapes that this call of the whole model gives it.

@@ -16,7 +16,10 @@ from worker.graphs.precheck import Precheck, precheck_region
 from worker.graphs.region import CaptureRegion, storage_of
 from worker.graphs.traps import Stage, diagnose
 
-MIN_WARMUP_STEPS = 3
+MIN_WARMUP_STEPS = 1
+"""What is launched for the first time may load a library or a kernel, which a capture does not allow."""
+WARMUP_STEPS = 3
+"""For regions of any kind: a compiler may still change its mind after the first."""
 _EXTRA_STEPS = 5
 """Further steps granted to compilers that have not settled."""
 
@@ -36,7 +39,7 @@ class GraphRecorder:
         self._reads: dict[GraphKey, tuple[Tensor, ...]] = {}
 
     def warm_up(
-        self, key: GraphKey, region: CaptureRegion, *, num_steps: int = MIN_WARMUP_STEPS, check: bool = True
+        self, key: GraphKey, region: CaptureRegion, *, num_steps: int = WARMUP_STEPS, check: bool = True
     ) -> Precheck | None:
         """Run the region `num_steps` times on the capture stream, and on until a step compiles nothing.
 

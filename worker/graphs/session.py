@@ -18,7 +18,7 @@ from worker.graphs.key import GraphKey, Phase
 from worker.graphs.plan import CapturePlan, SizeOf, at_least_as_large, size_by_shape
 from worker.graphs.pool import GraphPool
 from worker.graphs.progress import CaptureProgress, CaptureStage
-from worker.graphs.recorder import MIN_WARMUP_STEPS, GraphRecorder
+from worker.graphs.recorder import MIN_WARMUP_STEPS, WARMUP_STEPS, GraphRecorder
 from worker.graphs.region import CaptureRegion
 from worker.graphs.self_check import CheckResult, SelfCheck
 from worker.graphs.traps import diagnose
@@ -32,7 +32,7 @@ _Pass = Literal["warm", "capture"]
 class SessionOptions:
     """How to capture."""
 
-    num_warmup_steps: int = MIN_WARMUP_STEPS
+    num_warmup_steps: int = WARMUP_STEPS
     """Eager steps of each shape before its capture."""
     two_pass: bool = True
     """Warm every shape before capturing any, so that warm-up's memory is returned before graphs claim theirs. False =
@@ -106,6 +106,11 @@ class CaptureSession:
     def waiting(self) -> tuple[GraphKey, ...]:
         """Keys that are not captured yet."""
         return tuple(dict.fromkeys(key for _, key in self._work))
+
+    @property
+    def next_key(self) -> GraphKey | None:
+        """What the next step is about."""
+        return self._work[0][1] if self._work else None
 
     @property
     def num_left(self) -> int:

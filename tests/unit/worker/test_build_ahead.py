@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["fast", "deterministic"])
+@pytest.mark.parametrize("mode", ["fast", "deterministic", "processes"])
 def test_no_step_of_any_key_builds_a_kernel_later(mode: str, tmp_path: Path) -> None:
+    """And with processes, none is built in this one; no step loads what only torch's compiler needs."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-m", "tests.fakes.compile_ahead", mode],
@@ -43,9 +44,11 @@ def test_no_step_of_any_key_builds_a_kernel_later(mode: str, tmp_path: Path) -> 
     assert found["asked"] == found["ahead"] > 10
     assert found["later"] == []
     assert found["is_untouched"]
+    assert not found["has_symbols"]
+    assert bool(found["here"]) == (mode != "processes")
 
 
-def test_operators_give_shapes_and_do_not_run() -> None:
+def test_operators_give_shapes_whatever_is_in_memory_and_change_nothing() -> None:
     table, wrong = torch.arange(12.0).view(4, 3), torch.tensor([99, -1])
     with _NothingRuns(), torch.inference_mode():
         looked_up = nn.functional.embedding(wrong, table)  # out of bounds, if it were looked up

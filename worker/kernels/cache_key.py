@@ -1,0 +1,25 @@
+"""Keys of kernels in Triton's cache that do not depend on what was compiled before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def settle_key(kernel: Any) -> None:
+    """Make the key of a kernel, after those of the functions that it calls.
+
+    Triton takes the constants of a called function into the caller's key only if the called one has its key already: a
+    process that compiles in another order would not find what is there.
+    """
+    _settle(kernel, set())
+
+
+def _settle(function: Any, seen: set[int]) -> None:
+    from triton.runtime.jit import JITCallable
+
+    if not isinstance(function, JITCallable) or function.hash is not None or id(function) in seen:
+        return
+    seen.add(id(function))
+    for name in function.fn.__code__.co_names:
+        _settle(function.__globals__.get(name), seen)
+    _ = function.cache_key
