@@ -172,7 +172,9 @@ class LocalPool:
             return []
         self._has_ray = False
         self._progress.doing("stopping Ray")
-        return await self._ray.stop()
+        killed = await self._ray.stop()
+        self._progress.done("Ray has stopped" + (f"; these had to be killed: {', '.join(killed)}" if killed else ""))
+        return killed
 
     async def _start(self) -> None:
         config = self._config

@@ -95,3 +95,28 @@ def test_a_pool_gives_up_while_there_is_time_to_drain(
             pool.lost_daemon()
     else:
         assert pool.lost_daemon() == GCS
+
+
+class Lines:
+    """A StartProgress that is read."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def doing(self, what: str) -> None:
+        self.said.append(f"{what} ...")
+
+    def done(self, what: str) -> None:
+        self.said.append(what)
+
+    def model_progress(self, what: str, done: int, total: int) -> None:
+        self.said.append(what)
+
+
+async def test_whatever_it_stops_for_a_pool_says_that_its_ray_has_stopped_and_what_did_not_by_itself() -> None:
+    lines, ray = Lines(), StoppingRay()
+    ray.may_go_on.set()
+    pool = LocalPool(LocalPoolConfig(), lines)
+    pool._ray, pool._has_ray = ray, True
+    assert await pool.stop() == ["late"]
+    assert lines.said == ["stopping Ray ...", "Ray has stopped; these had to be killed: late"]
