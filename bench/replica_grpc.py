@@ -5,7 +5,8 @@
 Random weights of a public shape, 128 prompt and 128 new tokens, greedy. The replica is a process of its own, the client
 another; both hosts' time is in the numbers. The same once more through a router, a third process, whose single stream to
 the replica carries all requests. Each answer must be whole and equal to the same prompt alone as far as bf16 near-ties
-allow. The replica is started twice: with an empty cache of kernels, and with the one that this left. Writes
+allow. The replica is started twice: with an empty cache of kernels, and with the one that this left. Before that, a
+process imports what a replica imports, so that the byte code of all packages is there, as pip leaves it. Writes
 `bench/results/replica_grpc.json`.
 """
 
@@ -77,7 +78,7 @@ def replica(options: argparse.Namespace, config: Path, cache: Path) -> Iterator[
     command = [sys.executable, "-m", "bench.replica_grpc", "--serve", str(config), "--port", str(options.port)]
     command += ["--device", options.device, "--capture", options.capture, "--max-model-len", str(options.max_model_len)]
     command += ["--kv-gib", str(options.kv_gib), "--flush-ms", str(options.flush_ms)]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    environment = with_byte_code(cache.parent) | {"TRITON_CACHE_DIR": str(cache)}
     process = subprocess.Popen([*command, "--batches", *map(str, options.batches)], env=environment)
     try:
         yield process
@@ -86,6 +87,22 @@ def replica(options: argparse.Namespace, config: Path, cache: Path) -> Iterator[
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
         process.kill()
+
+
+def with_byte_code(folder: Path) -> dict[str, str]:
+    """An environment in which byte code is read and written, also of packages installed without any."""
+    unwanted = {"PYTHONDONTWRITEBYTECODE"}
+    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return kept | {"PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+
+
+def import_once(options: argparse.Namespace, folder: Path) -> None:
+    """What a replica and its server of kernels import."""
+    modules = ["bench.replica_grpc", "cluster.replica_process", "worker.build"]
+    code = f"import {', '.join(modules)}"
+    if options.device == "cuda":
+        code += "; from worker.kernels.build_server import import_kernels; import_kernels()"
+    subprocess.run([sys.executable, "-c", code], env=with_byte_code(folder), check=True)
 
 
 @contextlib.contextmanager
@@ -264,6 +281,7 @@ async def run(options: argparse.Namespace) -> None:
     results = Results(bench=bench, hardware=hardware(options.device))
     with tempfile.TemporaryDirectory() as folder:
         config, cache = write_config(options.model, Path(folder)), Path(folder) / "kernels"
+        import_once(options, Path(folder))
         for note in ("kernels to be built", "kernels built before"):
             started = time.perf_counter()
             with replica(options, config, cache) as process:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from cluster.config import ReplicaConfig
-from cluster.heap import settle_heap
+from cluster.heap import growing_heap
 from cluster.replica.events import EventFanout
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.server import ReplicaServer
@@ -20,6 +20,7 @@ from worker.context_ahead import has_driver, make_context_ahead
 from worker.errors import WorkerError
 from worker.faults import Faults
 from worker.kernels.build_processes import start_build_processes
+from worker.kernels.cache_key import hash_compiler_ahead
 from worker.model.progress import Progress
 from worker.service import EngineService
 
@@ -54,7 +55,13 @@ class ReplicaProcess:
         open, an engine that fails ends the whole process: nothing about a broken CUDA context can be mended in it.
         """
         refuse_core_dumps()
-        times = times or StartTimes()
+        with growing_heap():
+            return await cls._open(worker, config, progress, times or StartTimes())
+
+    @classmethod
+    async def _open(
+        cls, worker: WorkerConfig, config: ReplicaConfig, progress: Progress | None, times: StartTimes
+    ) -> ReplicaProcess:
         events = EventFanout()
         faults = Faults() if config.enable_fault_injection else None
         pace = FlushPolicy.of(config)
@@ -75,7 +82,6 @@ class ReplicaProcess:
         except BaseException:
             await asyncio.to_thread(built.engine.stop)
             raise
-        settle_heap()
         return cls(built.engine, server)
 
     async def close(self, *, grace_s: float) -> None:
@@ -97,6 +103,7 @@ def _build(
     if worker.device != "cpu" and has_driver():
         make_context_ahead()
         compilers = start_build_processes()
+        hash_compiler_ahead()
     from worker.build import build_engine
 
     times.over("imports")

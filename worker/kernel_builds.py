@@ -62,8 +62,12 @@ class KernelBuilds:
         return asked
 
     def are_built(self, key: GraphKey) -> bool:
-        """Whether the kernels of `key`, which was asked for, are; waits for them a little."""
-        is_built = self._ahead.settle(self._kernels.get(key, ()), wait_s=WAIT_S)
+        """Whether the kernels of `key`, which was asked for, are; waits for them a little.
+
+        Sampling is tried out as a whole before its first key, so that one waits for all.
+        """
+        kernels = None if key.phase == "sample" else self._kernels.get(key, ())
+        is_built = self._ahead.settle(kernels, wait_s=WAIT_S)
         if not self._ahead.num_pending and not self._waiting and self._processes is not None:
             self._processes.close()
         return is_built

@@ -38,10 +38,11 @@ class SampleDraw:
         """See worker.graphs.region.DrawInputs. Rows need no more than the graph offers."""
         valid = min(self.key.bucket // 2 + 1, CHECKED_ROWS)
         vocab = self.table.vocab_size
-        drawn = torch.randn(valid, vocab, generator=generator) * _SPREAD
+        seed = int(torch.randint(2**31, (), generator=generator))
+        on_device = torch.Generator(self.logits.device).manual_seed(seed)
         self.logits.fill_(torch.nan if poison else 0.0)
-        self.logits[:valid].copy_(drawn)
-        self.table.last_tokens[:valid].copy_(drawn.argmax(dim=-1))
+        self.logits[:valid].normal_(0.0, _SPREAD, generator=on_device)
+        self.table.last_tokens[:valid].copy_(self.logits[:valid].argmax(dim=-1))
         self.table.forget()
         kinds = itertools.cycle(_KINDS)
         rows: list[SampledRow] = []

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import TracebackType
 from typing import Any, Self
 
 
 class CompileWatch:
-    """While entered, counts what Triton and torch.compile build. Compilers that are not loaded yet count from when they are."""
+    """While entered, counts what this thread has Triton build, and torch.compile. Compilers that are not loaded yet count
+    from when they are.
+    """
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self._triton_builds = 0
         self._dynamo_frames = 0
         self._knobs: Any = None
@@ -34,7 +38,7 @@ class CompileWatch:
         return self._triton_builds + _dynamo_frames() - self._dynamo_frames
 
     def _on_triton_build(self, *args: Any, **kwargs: Any) -> None:
-        self._triton_builds += 1
+        self._triton_builds += threading.get_ident() == self._thread  # others may build ahead meanwhile
         if self._listener is not None:
             self._listener(*args, **kwargs)
 

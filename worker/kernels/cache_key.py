@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+
+def hash_compiler_ahead() -> None:
+    """Begin to read the whole compiler, which is a part of every key, on a thread of its own."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        return
+    threading.Thread(target=triton_key, name="triton-key", daemon=True).start()
 
 
 def settle_key(kernel: Any) -> None:

@@ -21,7 +21,7 @@ from cluster.errors import (
     ReplicaUnsound,
     SlowReader,
 )
-from cluster.heap import settle_heap
+from cluster.heap import growing_heap, settle_heap
 from cluster.router.answering import Answering
 from cluster.router.canary import NUM_TOKENS, canary_request, run_canary
 from cluster.router.loss import LossKind
@@ -261,5 +261,21 @@ def test_what_a_process_starts_with_is_not_looked_at_by_later_collections() -> N
     try:
         settle_heap()
         assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+
+
+def test_while_a_process_starts_nothing_is_collected_and_what_it_made_stays() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with growing_heap():
+            assert not gc.isenabled()
+            made: list[object] = []
+            made.append(made)
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before
+        with pytest.raises(OSError, match="taken"), growing_heap():
+            raise OSError("taken")
+        assert gc.isenabled()
     finally:
         gc.unfreeze()

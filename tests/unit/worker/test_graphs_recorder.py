@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,6 +231,29 @@ def test_a_freeze_of_the_application_stays_in_force() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_between_two_captures_the_collector_is_off_without_a_count_of_what_is_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counts"))
+    with frozen_gc(collect=False):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_what_other_threads_build_meanwhile_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    compilation = SimpleNamespace(listener=lambda **_: heard.append(threading.current_thread().name))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=SimpleNamespace(compilation=compilation)))
+    with CompileWatch() as watch:
+        other = threading.Thread(target=lambda: compilation.listener(), name="other")
+        other.start()
+        other.join()
+        assert watch.builds == 0
+        compilation.listener()
+        assert watch.builds == 1
+    assert heard == ["other", threading.current_thread().name]
 
 
 def test_module_tables_name_every_weight() -> None:
