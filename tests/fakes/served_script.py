@@ -1,9 +1,10 @@
-"""A replica with a scripted engine as Ray Serve hosts it, and a Ray with an application of them beside a router."""
+"""A replica with a scripted engine as Ray Serve hosts it, and applications of them on one Ray, each beside a router."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -78,6 +79,19 @@ class ServedPool:
         config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling, surge=surge)
         await self.ray.call(deploy_script, config, knobs, drain_timeout_s, num_cpus)
 
+    async def running(self, num_replicas: int, timeout_s: float = 60.0) -> None:
+        """Until so many replicas take requests, and Serve knows it."""
+        async with asyncio.timeout(timeout_s):
+            while len(self.ready) != num_replicas or not await self.ray.call(is_running):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+def is_running() -> bool:
+    """Whether Serve, too, knows that its replicas have started; until then it takes any of them away at once."""
+    from ray import serve
+
+    return serve.status().applications[APP_NAME].status == "RUNNING"
+
 
 def deploy_script(config: PoolConfig, knobs: dict[str, Any], drain_timeout_s: float, num_cpus: float = 0.1) -> None:
     """Make the application what it is to be, without waiting for it; needs a connection to Ray."""
@@ -116,15 +130,32 @@ def apply_config(values: dict[str, Any]) -> None:
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
 
 
+def delete_script() -> None:
+    """Returns when its replicas are gone; needs a connection to Ray."""
+    from ray import serve
+
+    serve.delete(APP_NAME)
+
+
+@contextlib.contextmanager
+def ray_of_pools() -> Iterator[PrivateRay]:
+    """A Ray for pools that come one after the other."""
+    ray = PrivateRay(num_cpus=2, num_gpus=0)
+    asyncio.run(ray.start())
+    try:
+        yield ray
+    finally:
+        asyncio.run(ray.stop())
+
+
 @contextlib.asynccontextmanager
-async def served_pool(router: RouterConfig) -> AsyncIterator[ServedPool]:
-    """Ray and a router; nothing is deployed yet."""
-    server, ray = RouterServer(replace(router, listen="127.0.0.1:0")), PrivateRay(num_cpus=2, num_gpus=0)
+async def served_pool(router: RouterConfig, ray: PrivateRay) -> AsyncIterator[ServedPool]:
+    """A router, and what is deployed for the length of a block; that is nothing yet."""
+    server = RouterServer(replace(router, listen="127.0.0.1:0"))
     await server.start()
     try:
-        await ray.start()
         async with AsyncGraphpoolClient(server.address) as client:
             yield ServedPool(ray, server, client)
     finally:
-        await ray.stop()
+        await ray.call(delete_script)
         await server.stop()

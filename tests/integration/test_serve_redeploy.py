@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.fakes.served_script import ServedPool, apply_config, served_pool
+from tests.fakes.served_script import ServedPool, apply_config, ray_of_pools, served_pool
 
 from cluster.autoscale.config import ScalingConfig  # isort: skip
 from cluster.config import RouterConfig
+from cluster.private_ray import PrivateRay
 from tests.fakes.script import script
 from tests.fakes.script_pool import script_pool
 from tests.fakes.waiting import until
@@ -30,9 +31,15 @@ SETTLED_S = 3.0
 """Serve has looked at a changed config many times within it."""
 
 
+@pytest.fixture(scope="module")
+def ray() -> Iterator[PrivateRay]:
+    with ray_of_pools() as started:
+        yield started
+
+
 @pytest.fixture
-async def pool() -> AsyncIterator[ServedPool]:
-    async with served_pool(ROUTER) as made:
+async def pool(ray: PrivateRay) -> AsyncIterator[ServedPool]:
+    async with served_pool(ROUTER, ray) as made:
         yield made
 
 
@@ -77,7 +84,7 @@ def is_whole(pool: ServedPool, count: int, gone: set[str]) -> bool:
 async def deployed(pool: ServedPool, num_replicas: int, **options: Any) -> set[str]:
     """Of a new pool."""
     await pool.deploy(num_replicas=num_replicas, **KNOBS, **options)
-    await until(lambda: len(pool.ready) == num_replicas, 60)
+    await pool.running(num_replicas)
     return incarnations(pool)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.fakes.served_script import ServedPool, served_pool
+from tests.fakes.served_script import ServedPool, ray_of_pools, served_pool
 
 from cluster.autoscale.config import ScalingConfig  # isort: skip
 from cluster.config import RouterConfig
+from cluster.private_ray import PrivateRay
 from tests.fakes.script import script
 from tests.fakes.waiting import until
 
@@ -29,8 +30,14 @@ KNOBS: dict[str, Any] = {"step_s": 0.02, "max_rows": 4}
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[ServedPool]:
-    async with served_pool(ROUTER) as made:
+def ray() -> Iterator[PrivateRay]:
+    with ray_of_pools() as started:
+        yield started
+
+
+@pytest.fixture
+async def pool(ray: PrivateRay) -> AsyncIterator[ServedPool]:
+    async with served_pool(ROUTER, ray) as made:
         yield made
 
 
@@ -102,7 +109,7 @@ async def test_an_idle_pool_goes_and_the_next_request_is_held_until_it_is_back(p
 
 async def test_rolling_updates_lose_no_token(pool: ServedPool) -> None:
     await pool.deploy(num_replicas=2, **KNOBS)
-    await until(lambda: len(pool.ready) == 2, 60)
+    await pool.running(2)
     load = Load(pool)
     load.grow(4)
     for turn in range(2):
@@ -119,7 +126,7 @@ def _is_whole(pool: ServedPool, count: int, gone: set[str]) -> bool:
 
 async def test_a_drain_past_its_grace_hands_its_answers_over(pool: ServedPool) -> None:
     await pool.deploy(num_replicas=2, drain_timeout_s=0.5, **KNOBS)
-    await until(lambda: len(pool.ready) == 2, 60)
+    await pool.running(2)
     load = Load(pool)
     load.grow(4, max_tokens=400)
     await asyncio.sleep(2)
