@@ -37,7 +37,6 @@ class SampleDraw:
     def __call__(self, generator: torch.Generator, poison: bool) -> int:
         """See worker.graphs.region.DrawInputs. Rows need no more than the graph offers."""
         valid = min(self.key.bucket // 2 + 1, CHECKED_ROWS)
-        vocab = self.table.vocab_size
         seed = int(torch.randint(2**31, (), generator=generator))
         on_device = torch.Generator(self.logits.device).manual_seed(seed)
         self.logits.fill_(torch.nan if poison else 0.0)
