@@ -90,7 +90,7 @@ def is_running() -> bool:
     """Whether Serve, too, knows that its replicas have started; until then it takes any of them away at once."""
     from ray import serve
 
-    return serve.status().applications[APP_NAME].status == "RUNNING"
+    return bool(serve.status().applications[APP_NAME].status == "RUNNING")
 
 
 def deploy_script(config: PoolConfig, knobs: dict[str, Any], drain_timeout_s: float, num_cpus: float = 0.1) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from worker.kernels import build_processes
 from worker.kernels.build_processes import BuildProcesses, pickled_job, start_build_processes
 
 pytest.importorskip("triton")
@@ -118,6 +117,6 @@ def test_a_machine_that_starts_no_process_builds_without(
         raise OSError("no more processes")
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(build_processes.subprocess, "Popen", refused)
+    monkeypatch.setattr(subprocess, "Popen", refused)
     assert start_build_processes() is None
     assert "built in this process alone: no more processes" in caplog.text
