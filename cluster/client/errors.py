@@ -11,6 +11,7 @@ CallError
 ├── Unavailable          nobody can take the request, or whoever had it is gone
 ├── DeadlineExceeded     the deadline passed before the answer was complete
 ├── Cancelled            somebody ended the request
+├── DataLoss             the replica's weights have changed in memory: the answer so far may be wrong
 └── InternalError        the server's fault
 """
 
@@ -92,6 +93,10 @@ class Cancelled(CallError):
     """The request was ended early."""
 
 
+class DataLoss(CallError):
+    """The replica's weights have changed in memory; what it has answered may be wrong."""
+
+
 class InternalError(CallError):
     """The server's fault."""
 
@@ -107,6 +112,7 @@ _TYPES: dict[grpc.StatusCode, type[CallError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.DATA_LOSS: DataLoss,
     grpc.StatusCode.INTERNAL: InternalError,
 }
 

@@ -127,6 +127,8 @@ def _value(dice: random.Random, field: Any, depth: int) -> Any:
     if field.message_type is not None:
         return _message(dice, field.message_type._concrete_class, depth + 1)
     kind = field.cpp_type
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return dice.randbytes(dice.choice((0, 1, 16, 1000)))
     if kind == FieldDescriptor.CPPTYPE_STRING:
         return dice.choice(_TEXTS)
     if kind == FieldDescriptor.CPPTYPE_BOOL:

@@ -339,7 +339,7 @@ def test_a_closed_session_holds_nothing() -> None:
 
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="num_warmup_steps"):
-        SessionOptions(num_warmup_steps=1)
+        SessionOptions(num_warmup_steps=0)
     with pytest.raises(ValueError, match="precheck"):
         SessionOptions(precheck="sometimes")  # type: ignore[arg-type]
 
