@@ -91,8 +91,7 @@ def replica(options: argparse.Namespace, config: Path, cache: Path) -> Iterator[
 
 def with_byte_code(folder: Path) -> dict[str, str]:
     """An environment in which byte code is read and written, also of packages installed without any."""
-    unwanted = {"PYTHONDONTWRITEBYTECODE"}
-    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
 
 

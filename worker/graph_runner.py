@@ -180,7 +180,10 @@ class GraphRunner:
             log.info("%d more kernels are being built", num_asked)
             return True
         key = self.session.next_key
-        return key is not None and not builds.are_built(key)
+        if key is None:
+            self._builds = None  # and with it the threads that built
+            return False
+        return not builds.are_built(key)
 
     def can_overlap(self, batch: Batch) -> bool:
         """See Runner."""

@@ -111,21 +111,21 @@ class KernelsAhead:
         """Launches of this thread hand their kernel over, and add it to `asked`, if it is not there yet."""
         from triton.runtime._async_compile import active_mode
 
-        submit = self._mode.submit
+        mode = self._mode
 
         def submitted(*args: Any) -> Any:
-            kernel = submit(*args)
+            kernel = type(mode).submit(mode, *args)
             self._pending.setdefault(id(kernel), kernel)
             asked.append(kernel)
             return kernel
 
-        self._mode.submit = submitted
-        token = active_mode.set(self._mode)
+        mode.submit = submitted
+        token = active_mode.set(mode)
         try:
             yield
         finally:
             active_mode.reset(token)
-            self._mode.submit = submit
+            del mode.submit  # it refers to the mode: threads that build end with that, without a collection
 
 
 class _Builders:
