@@ -10,6 +10,9 @@ from pathlib import Path
 
 from tests.fakes.command_line import ROOT
 from tests.fakes.machines import HOME, Machine
+from worker.model.cache import default_cache_dir
+from worker.model.embedded import EMBEDDED_MODEL
+from worker.model.source import resolve_model
 
 ENVIRONMENT = HOME / "graphpool-env"
 TOKEN = "7" * 64
@@ -61,7 +64,8 @@ def make_environment(machine: Machine) -> None:
     (place / "installed").write_text(setup_stamp())
     cache = machine.home / ".cache"
     cache.mkdir()
-    (cache / "graphpool").symlink_to(Path.home() / ".cache" / "graphpool")
+    resolve_model(EMBEDDED_MODEL)  # whoever comes first makes it, here and not within a machine's time to start
+    (cache / "graphpool").symlink_to(default_cache_dir())
 
 
 def setup_stamp(*packages: str) -> str:
