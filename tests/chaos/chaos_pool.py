@@ -86,6 +86,12 @@ class ChaosPool:
             while not ((load := (await self.loads()).get(name)) and load.router_streams):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
+    async def wait_idle(self, timeout_s: float = 5.0) -> None:
+        """Until nothing is left of any request; a router knows a replica's load as it was up to a report ago."""
+        async with asyncio.timeout(timeout_s):
+            while any(_is_busy(load) for load in (await self.loads()).values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
     async def close(self) -> None:
         """Kill everything."""
         await self.client.close()
@@ -137,6 +143,11 @@ async def proxied_pool(
         yield pool
     finally:
         await pool.close()
+
+
+def _is_busy(load: control_pb2.ReplicaLoad) -> bool:
+    here = load.router_streams + load.router_outstanding_tokens
+    return here + load.load.running + load.load.waiting > 0
 
 
 def _replica(name: str, routers: list[str]) -> dict[str, object]:

@@ -6,18 +6,8 @@ import asyncio
 import random
 
 from cluster.client import DeadlineExceeded, ResourceExhausted
-from tests.chaos.chaos_pool import ChaosPool, chaos_pool
+from tests.chaos.chaos_pool import chaos_pool
 from tests.chaos.oracle import Outcome, random_question
-
-
-async def is_empty(pool: ChaosPool, timeout_s: float = 5.0) -> bool:
-    """Whether nothing is left of any request, soon."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            loads = (await pool.loads()).values()
-            if not any(load.router_streams or load.load.running or load.load.waiting for load in loads):
-                return not any(load.router_outstanding_tokens for load in loads)
-            await asyncio.sleep(0.05)
 
 
 async def test_a_storm_of_short_deadlines_leaves_nothing_behind_and_delays_nobody_who_can_wait() -> None:
@@ -29,7 +19,7 @@ async def test_a_storm_of_short_deadlines_leaves_nothing_behind_and_delays_nobod
         ]
         records = await asyncio.gather(*hurried)
         assert [record for record in await asyncio.gather(*patient) if not record.is_right] == []
-        assert await is_empty(pool)
+        await pool.wait_idle()
         assert (await pool.ask(random_question(draw))).is_right
     for record in records:
         assert record.violations == []

@@ -95,9 +95,7 @@ async def test_goodput_holds_under_overload_and_comes_back_at_once(rng: random.R
         print(f"placements {placed:.0f}, repeated {repeated:.0f}")
         assert repeated <= 0.1 * (placed - repeated)
         assert metrics.value("breaker_trips_total") == 0
-        async with asyncio.timeout(5):
-            while any(load.load.running + load.load.waiting for load in (await pool.loads()).values()):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        await pool.wait_idle()
 
 
 @pytest.mark.slow
