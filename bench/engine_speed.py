@@ -5,15 +5,18 @@
 Random weights of a public shape, 128 prompt tokens, greedy, all graphs captured, no network. For each batch: time of a
 step, host time of a step (the engine's thread, without its waiting for tokens), tokens/s of a burst from its first
 prompt to its last token, the tokens of many rows held back and handed out together as a replica has it; without that,
-time to first token of an idle engine; the time between two tokens of 8 running rows while
-1024-token prompts keep coming; and by the profiler the part of the time in which no kernel runs. The same prompts through
-eager steps must give the same tokens. Writes `bench/results/engine_speed.json`.
+time to first token of an idle engine, and of 32 prompts that come together while 8 rows decode, with chunks that widen
+with the crowd and without; the time between two tokens of 8 running rows while 1024-token prompts come faster than
+they can be computed, and one after another; and by the profiler the part of the time in which no kernel runs. The same
+prompts through eager steps must give the same tokens. Writes `bench/results/engine_speed.json`.
 """
 
 from __future__ import annotations
 
 import time
-from statistics import median, quantiles
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
@@ -39,6 +42,7 @@ from bench.engine_runs import (
 from bench.results_file import Results
 from cluster.config import ReplicaConfig
 from cluster.replica.flush import FlushPolicy
+from worker import policy
 from worker.engine import Engine
 from worker.pending import PendingStep
 
@@ -125,14 +129,51 @@ def ttft_ms(engine: Engine, length: int) -> float:
     return median(times[2:])
 
 
-def gaps_under_prompts_ms(engine: Engine, rows: int, length: int, seconds: float) -> list[float]:
-    """Times between two tokens of each of `rows` running answers, while a prompt of `length` is always waiting."""
+def crowd_ttft_ms(engine: Engine, rows: int, num_prompts: int) -> float:
+    """Mean time to first token of prompts that come together while `rows` decode; the median of some rounds."""
+    times = []
+    for _ in range(ROUNDS):
+        tokens = decoding_rows(engine, rows, PROMPT, 500)
+        prompts = [prompt(PROMPT, row, engine.info.vocab_size) for row in range(num_prompts)]
+        came: dict[str, float] = {}
+        began = time.perf_counter()
+        for number, ids in enumerate(prompts):
+            submit(engine, f"crowd{number}", ids, 2)
+        while len(came) < num_prompts:
+            step(engine, tokens)
+            now = time.perf_counter()
+            for name in tokens.keys() - came.keys():
+                if name.startswith("crowd"):
+                    came[name] = now
+        times.append(1e3 * mean(at - began for at in came.values()))
+        cancel_all(engine)
+    return median(times)
+
+
+@contextmanager
+def narrow_chunks() -> Iterator[None]:
+    """Chunks of one width while rows decode, however many prompts wait."""
+    widest, policy.MAX_WIDENING = policy.MAX_WIDENING, 1
+    try:
+        yield
+    finally:
+        policy.MAX_WIDENING = widest
+
+
+def gaps_under_prompts_ms(
+    engine: Engine, rows: int, length: int, seconds: float, *, one_by_one: bool = False
+) -> list[float]:
+    """Times between two tokens of each of `rows` running answers, while a prompt of `length` is always waiting.
+
+    More come than can be computed, unless they come `one_by_one`.
+    """
     tokens, number = decoding_rows(engine, rows, PROMPT, engine.info.max_model_len), 0
     came: dict[str, float] = {}
     gaps: list[float] = []
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
-        if not engine.scheduler.waiting:
+        num_unfinished = len(engine.live_request_ids) - rows
+        if not num_unfinished if one_by_one else not engine.scheduler.waiting:
             submit(engine, f"prompt{number}", prompt(length, number, engine.info.vocab_size), 2)
             number += 1
         before = {name: len(ids) for name, ids in tokens.items()}
@@ -190,13 +231,22 @@ def measure(worker: Worker, hold: Hold, results: Results, model: str, batches: l
         add("decode_step_ms", "ms", median(steps), batch=batch)
         add("host_step_ms", "ms", host_step_ms(engine, batch, 100 if fast else 4), batch=batch)
         add("tokens_per_s", "1/s", burst_tokens_per_s(engine, batch), batch=batch)
+    with narrow_chunks():
+        add("tokens_per_s_narrow", "1/s", burst_tokens_per_s(engine, max(batches)), batch=max(batches))
     hold.is_on = False
     for length in (128, 1024) if fast else (16,):
         add("ttft_ms", "ms", ttft_ms(engine, length), batch=1, context=length)
     if fast:
-        gaps = gaps_under_prompts_ms(engine, 8, 1024, 2.5)
-        add("token_gap_median_ms", "ms", median(gaps), batch=8, note="under a stream of 1024-token prompts")
-        add("token_gap_p99_ms", "ms", quantiles(gaps, n=100)[98], batch=8, note="under a stream of 1024-token prompts")
+        beside = "that come together beside 8 rows"
+        add("ttft_ms", "ms", crowd_ttft_ms(engine, 8, 32), batch=32, context=PROMPT, note=beside)
+        with narrow_chunks():
+            narrow = crowd_ttft_ms(engine, 8, 32)
+        add("ttft_ms", "ms", narrow, batch=32, context=PROMPT, note=f"{beside}, in chunks of one width")
+        for is_flood in (True, False):
+            gaps = gaps_under_prompts_ms(engine, 8, 1024, 2.5, one_by_one=not is_flood)
+            note = "under a stream of 1024-token prompts" if is_flood else "while one 1024-token prompt follows another"
+            add("token_gap_median_ms", "ms", median(gaps), batch=8, note=note)
+            add("token_gap_p99_ms", "ms", quantiles(gaps, n=100)[98], batch=8, note=note)
         for batch in (1, 32):
             add("idle_share", "1", idle_share(engine, batch, 60), batch=batch)
     results.extra["wasted_rows"] = engine.num_wasted_rows

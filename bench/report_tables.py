@@ -149,14 +149,15 @@ def engine_speed(document: Document) -> str:
     table = markdown(
         ["rows", "step, ms", "of it the host, ms", "tokens/s of a burst", "GPU idle"], body, numbers=len(metrics)
     )
-    others = [
-        f"{row['metric'].replace('_', ' ').removesuffix(' ms')}"
-        + (f" of {row['context']} tokens" if "context" in row else f", {row['batch']} rows {row['note']}")
-        + f": {shown(row['value'])} ms"
-        for row in rows
-        if row["metric"].startswith(("ttft", "token_gap"))
-    ]
+    others = [_engine_figure(row) for row in rows if row["metric"].startswith(("ttft", "token_gap"))]
     return f"{table}\n\n{'; '.join(others)}."
+
+
+def _engine_figure(row: dict[str, Any]) -> str:
+    name = row["metric"].replace("_", " ").removesuffix(" ms")
+    of = f" of {row['context']} tokens" if "context" in row else ""
+    among = f", {row['batch']} {'prompts' if of else 'rows'} {row['note']}" if "note" in row else ""
+    return f"{name}{of}{among}: {shown(row['value'])} ms"
 
 
 def _side_by_side(document: Document, metric: str, second: str, scopes: dict[str, str]) -> str:

@@ -66,8 +66,9 @@ class WorkerConfig:
     prefill_chunk: int | None = None
     """Prompt tokens computed in one step at most; longer prompts are cut into chunks; None = 1024 on CUDA, 512 on the CPU."""
     prefill_chunk_when_busy: int | None = None
-    """The same while other sequences wait for their next token: what a step may delay them by; None = 256 on CUDA, 128 on
-    the CPU, or `prefill_chunk` if that is less."""
+    """The same while other sequences wait for their next token: what a step may delay them by. Twice as much where eight
+    prompts wait, four times where sixteen do, never over `prefill_chunk`. None = 256 on CUDA, 128 on the CPU, or
+    `prefill_chunk` if that is less."""
     prefix_cache: bool = True
     """Keep the blocks of prompts and answers, and start new prompts behind the longest equal beginning."""
     mix_tenants: bool = True

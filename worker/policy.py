@@ -20,15 +20,28 @@ def choose_phase(*, num_prefill: int, num_decode: int, last: Phase) -> Phase:
     return "prefill"
 
 
-def prefill_budget(*, num_decode: int, num_waiting_tokens: int, chunk: int, chunk_when_busy: int) -> int:
-    """Prompt tokens that the next prefill step may compute: `chunk`, or `chunk_when_busy` while rows wait to decode.
+CROWD = 8
+"""Prompts that wait together from which on chunks widen."""
+MAX_WIDENING = 4
 
-    With `choose_phase` a running stream waits for at most that many tokens between two of its own. The backlog does not
-    widen the chunk, or the bound would hold only while nobody needs it. Failure mode: each further step costs a
-    backlog the fixed part of a prefill step and a decode step, so prompts are computed more slowly than with whole
-    chunks; with one row decoding they are held up as if all rows were.
+
+def prefill_budget(
+    *, num_decode: int, num_prompts: int, num_waiting_tokens: int, chunk: int, chunk_when_busy: int
+) -> int:
+    """Prompt tokens that the next prefill step may compute, `num_waiting_tokens` of `num_prompts` prompts being there.
+
+    `chunk` while no row waits to decode. Else, with `choose_phase`, a running stream waits for one such step between
+    two of its tokens: `chunk_when_busy` bounds that wait while few prompts are there. Every step also has a cost that
+    does not depend on its tokens, its share of the weights' reading and the decode step behind it, so that a crowd is
+    computed sooner in wider chunks, and those that decode lose less in all, though more at a time. Twice as wide from
+    CROWD prompts on, MAX_WIDENING times from twice as many on, never over `chunk`. Counted are prompts, not tokens: one long
+    prompt waits alone, a crowd is many people without a first token. Failure mode: a tenant who sends crowds without
+    end holds everybody's tokens up by the widest chunk; equal `chunk` and `chunk_when_busy` forbid that.
     """
-    return min(num_waiting_tokens, chunk if num_decode == 0 else min(chunk, chunk_when_busy))
+    if num_decode == 0:
+        return min(num_waiting_tokens, chunk)
+    widening = min(2 ** (num_prompts // CROWD).bit_length(), MAX_WIDENING)
+    return min(num_waiting_tokens, chunk, widening * chunk_when_busy)
 
 
 def cut_chunk(*, start: int, remaining: int, budget: int, block_size: int, is_first: bool) -> int:

@@ -226,6 +226,7 @@ class Scheduler:
         prefilling = [sequence for sequence in self._in_steps if not sequence.is_decoding]
         budget = prefill_budget(
             num_decode=num_decode,
+            num_prompts=len(prefilling),
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in prefilling),
             chunk=self.prefill_buckets.largest,
             chunk_when_busy=self.prefill_chunk_when_busy,

@@ -7,13 +7,20 @@ from hypothesis import strategies as st
 from worker.policy import cut_chunk, group_tiers, may_admit, prefill_budget
 
 
-def test_chunks_are_short_only_while_rows_wait_to_decode() -> None:
+def test_chunks_are_short_while_rows_wait_to_decode_and_few_prompts_are_there() -> None:
     sizes = {"chunk": 1024, "chunk_when_busy": 256}
-    assert prefill_budget(num_decode=0, num_waiting_tokens=5000, **sizes) == 1024
-    assert prefill_budget(num_decode=1, num_waiting_tokens=5000, **sizes) == 256
-    assert prefill_budget(num_decode=200, num_waiting_tokens=10**6, **sizes) == 256
-    assert prefill_budget(num_decode=8, num_waiting_tokens=70, **sizes) == 70
-    assert prefill_budget(num_decode=8, num_waiting_tokens=5000, chunk=64, chunk_when_busy=256) == 64
+    assert prefill_budget(num_decode=0, num_prompts=1, num_waiting_tokens=5000, **sizes) == 1024
+    assert prefill_budget(num_decode=1, num_prompts=1, num_waiting_tokens=5000, **sizes) == 256
+    assert prefill_budget(num_decode=200, num_prompts=7, num_waiting_tokens=10**6, **sizes) == 256
+    assert prefill_budget(num_decode=8, num_prompts=1, num_waiting_tokens=70, **sizes) == 70
+    assert prefill_budget(num_decode=8, num_prompts=5, num_waiting_tokens=5000, chunk=64, chunk_when_busy=256) == 64
+
+
+@pytest.mark.parametrize(("num_prompts", "expected"), [(7, 256), (8, 512), (15, 512), (16, 1024), (500, 1024)])
+def test_chunks_widen_with_the_crowd_that_waits_up_to_a_limit(num_prompts: int, expected: int) -> None:
+    crowd = {"num_decode": 8, "num_prompts": num_prompts, "num_waiting_tokens": 10**6}
+    assert prefill_budget(**crowd, chunk=4096, chunk_when_busy=256) == expected
+    assert prefill_budget(**crowd, chunk=256, chunk_when_busy=256) == 256
 
 
 @given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 16), st.integers(0, 40))

@@ -25,6 +25,7 @@ def scheduler(
     num_blocks: int = 65,
     max_batch: int = 8,
     chunk: int = 16,
+    busy_chunk: int | None = None,
     max_waiting: int = 100,
     packs_parts: bool = True,
     step_cost: StepCost | None = None,
@@ -39,6 +40,7 @@ def scheduler(
         max_prefill_segments=64,
         packs_parts=packs_parts,
         step_cost=step_cost,
+        prefill_chunk_when_busy=busy_chunk,
         mix_tenants=mix_tenants,
     )
 
@@ -120,6 +122,26 @@ def test_running_rows_decode_between_two_chunks_of_a_newcomer() -> None:
         phases.append(batch.phase)
         run(batch)
     assert phases == ["decode", "prefill", "decode", "prefill", "decode", "prefill"]
+
+
+@pytest.mark.parametrize(("num_new", "counts"), [(5, [8, 8, 4]), (20, [32, 16, 16, 8, 8])])
+def test_a_crowd_of_newcomers_is_computed_in_wider_chunks_that_narrow_as_it_is_served(
+    num_new: int, counts: list[int]
+) -> None:
+    subject = scheduler(max_batch=32, chunk=64, busy_chunk=8)
+    subject.add([sequence(4, max_tokens=30, name="old")])
+    first = subject.schedule()
+    assert first is not None
+    run(first)
+    subject.add([sequence(4, max_tokens=30, name=f"new{number}") for number in range(num_new)])
+    steps = []
+    for _ in range(2 * len(counts)):
+        batch = subject.schedule()
+        assert batch is not None
+        steps.append((batch.phase, batch.num_tokens))
+        run(batch)
+    assert [tokens for phase, tokens in steps if phase == "prefill"] == counts
+    assert [phase for phase, _ in steps] == ["decode", "prefill"] * len(counts)
 
 
 def test_short_rows_decode_in_turn_with_long_ones_where_a_long_tier_is_dear() -> None:
