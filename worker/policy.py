@@ -40,7 +40,7 @@ def prefill_budget(
     """
     if num_decode == 0:
         return min(num_waiting_tokens, chunk)
-    widening = min(2 ** (num_prompts // CROWD).bit_length(), MAX_WIDENING)
+    widening = min(1 << (num_prompts // CROWD).bit_length(), MAX_WIDENING)
     return min(num_waiting_tokens, chunk, widening * chunk_when_busy)
 
 
