@@ -108,18 +108,24 @@ class AnnounceResponse(_message.Message):
 
     ROUTER_FIELD_NUMBER: _builtins.int
     NEXT_S_FIELD_NUMBER: _builtins.int
+    POISONS_FIELD_NUMBER: _builtins.int
     router: _builtins.str
     next_s: _builtins.float
     """announce again after this many seconds"""
+    @_builtins.property
+    def poisons(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoisonVerdict]:
+        """what this router refuses, for the others"""
+
     def __init__(
         self,
         *,
         router: _builtins.str = ...,
         next_s: _builtins.float = ...,
+        poisons: _abc.Iterable[Global___PoisonVerdict] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_s", b"next_s", "router", b"router"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_s", b"next_s", "poisons", b"poisons", "router", b"router"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -320,8 +326,11 @@ class ReplicaHello(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     incarnation: _builtins.str
+    gpu: _builtins.str
+    """its UUID; "" = none, or not known"""
     @_builtins.property
     def model(self) -> _control_pb2.ModelInfo: ...
     def __init__(
@@ -330,10 +339,11 @@ class ReplicaHello(_message.Message):
         replica: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         model: _control_pb2.ModelInfo | None = ...,
+        gpu: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "model", b"model", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "incarnation", b"incarnation", "model", b"model", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,9 +34,9 @@ class Announcer:
         period_s: float,
         keepalive: Keepalive,
         security: SecurityConfig | None = None,
-        on_taken: Callable[[str, str], None] = lambda _address, _router: None,
+        on_taken: Callable[[str, replica_pb2.AnnounceResponse], None] = lambda _address, _response: None,
     ) -> None:
-        """`on_taken` is told the address and the name of a router that has taken an announcement."""
+        """`on_taken` is told the address of a router that has taken an announcement, and what it said."""
         self._announcement = announcement
         self._period_s = period_s
         self._keepalive = keepalive
@@ -46,16 +46,26 @@ class Announcer:
         """Why the latest announcement was not taken."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changes: dict[str, asyncio.Event] = {}
+        self._tried: dict[str, asyncio.Event] = {}
 
     def announce_to(self, routers: Sequence[str]) -> None:
         """Announce to these routers from now on, and to no others."""
         for address in self._tasks.keys() - set(routers):
             self._tasks.pop(address).cancel()
-            del self._changes[address]
+            del self._changes[address], self._tried[address]
         for address in routers:
             if address not in self._tasks:
-                self._changes[address] = asyncio.Event()
-                self._tasks[address] = asyncio.create_task(self._run(address, self._changes[address]))
+                self._changes[address], self._tried[address] = asyncio.Event(), asyncio.Event()
+                self._tasks[address] = asyncio.create_task(
+                    self._run(address, self._changes[address], self._tried[address])
+                )
+
+    async def wait_tried(self, timeout_s: float) -> None:
+        """Wait until each router has taken an announcement or was found not to, for at most that long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for tried in tuple(self._tried.values()):
+                    await tried.wait()
 
     def announce_change(self) -> None:
         """Something routers should know at once has changed."""
@@ -68,7 +78,7 @@ class Announcer:
         self.announce_to(())
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, address: str, change: asyncio.Event) -> None:
+    async def _run(self, address: str, change: asyncio.Event, tried: asyncio.Event) -> None:
         identity = identity_of(self._security)
         was_heard = True
         while True:
@@ -78,6 +88,7 @@ class Announcer:
                 while shown == identity.num_changes:
                     change.clear()
                     period_s = await self._announce(address, stub)
+                    tried.set()
                     if (period_s is not None) != was_heard:
                         was_heard = period_s is not None
                         self._log_heard(address, was_heard)
@@ -92,7 +103,7 @@ class Announcer:
         except grpc.aio.AioRpcError as error:
             self._problem = f"{error.code().name}: {error.details()}"
             return None
-        self._on_taken(address, response.router)
+        self._on_taken(address, response)
         return min(max(response.next_s or self._period_s, MIN_PERIOD_S), MAX_PERIOD_S)
 
     def _log_heard(self, address: str, was_heard: bool) -> None:

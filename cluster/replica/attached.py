@@ -78,7 +78,7 @@ class AttachedRouters:
                 if session.router == name:
                     session.readmit()
 
-    def note_verdict(self, source: RouterSession, fingerprint: bytes, ttl_s: float) -> None:
+    def note_verdict(self, source: RouterSession | None, fingerprint: bytes, ttl_s: float) -> None:
         """Pass it on, unless it is known; what cannot be a verdict is ignored."""
         if len(fingerprint) != FINGERPRINT_BYTES or not 0 < ttl_s < math.inf or fingerprint in self._verdicts:
             return

@@ -45,6 +45,8 @@ from worker.service import EngineService
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
+HEARD_WITHIN_S = 1.0
+"""A router that has not answered the first announcement by then is not waited for."""
 
 
 class ReplicaServer:
@@ -137,7 +139,7 @@ class ReplicaServer:
         return self._backend.num_live
 
     async def start(self) -> None:
-        """Listen, become READY and announce that."""
+        """Listen, announce this replica, and become READY once the routers have said what they refuse."""
         self._backend.connect(self._events)
         self._backend.on_engine_dead = lambda error: self._fail(error)
         # Made here: gRPC binds it to the running event loop.
@@ -155,8 +157,9 @@ class ReplicaServer:
         self._backend.name = self._config.name or self._backend.address
         await server.start()
         self._lifecycle.subscribe(self._state_changed)
-        self._lifecycle.advance(State.READY)
         self._announcer.announce_to(self._config.routers)
+        await self._announcer.wait_tried(HEARD_WITHIN_S)
+        self._lifecycle.advance(State.READY)
         self._spawn(self._watch_engine())
         self._times.over("listening")
         log.info("replica %s (%s) serves %s at %s", self.name, self.incarnation, self._engine.info.model, self.address)
@@ -262,10 +265,12 @@ class ReplicaServer:
         await self._routed.wait_heard()  # one of them may only have another address now
         self._attach.routers.dismiss(routers - self._routed.names)
 
-    def _note_taken(self, address: str, router: str) -> None:
-        self._routed.note_taken(address, router)
-        if router in self._routed.names:
-            self._attach.routers.readmit(router)
+    def _note_taken(self, address: str, response: replica_pb2.AnnounceResponse) -> None:
+        self._routed.note_taken(address, response.router)
+        if response.router in self._routed.names:
+            self._attach.routers.readmit(response.router)
+        for verdict in response.poisons:
+            self._attach.routers.note_verdict(None, verdict.fingerprint, verdict.ttl_s)
 
     def _state_changed(self) -> None:
         if self._lifecycle.state in (State.STOPPED, State.FAILED):

@@ -79,6 +79,11 @@ class Membership:
         """How often a breaker of theirs went from closed to open, replicas that are gone included."""
         return self._num_past_trips + sum(link.vitals.breaker.num_trips for link in self.links)
 
+    def is_attached(self, name: str) -> bool:
+        """Whether the replica of this name that announced itself last has a stream."""
+        member = self._members.get(name)
+        return member is not None and member.link.is_attached
+
     def compare(self) -> None:
         """See which replicas are slower than the others of their model."""
         by_model: dict[str, list[tuple[Slowness, Pace | None]]] = {}

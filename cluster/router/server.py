@@ -134,7 +134,12 @@ class RouterServer:
                 await self._pool.wait_changed()
 
     async def _add_services(self, server: grpc.aio.Server) -> None:
-        membership = MembershipServicer(self._membership, router=self.name, period_s=self._config.announce_period_s)
+        membership = MembershipServicer(
+            self._membership,
+            router=self.name,
+            period_s=self._config.announce_period_s,
+            verdicts=lambda: self._quarantine.verdicts,
+        )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, server)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._pool, self._tenancy), server)
         replica_pb2_grpc.add_MembershipServiceServicer_to_server(membership, server)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,8 +14,11 @@ import grpc
 import pytest
 
 from cluster.client import InternalError, Unavailable
+from cluster.config import ReplicaConfig
 from cluster.replica import session
+from cluster.replica.server import HEARD_WITHIN_S
 from cluster.router import quota_share
+from cluster.router.link import Link
 from protos import control_pb2, fault_pb2, fault_pb2_grpc
 from tests.fakes.script import script
 from tests.fakes.script_engine import ScriptKnobs
@@ -149,3 +154,57 @@ async def test_a_verdict_that_ended_every_replica_is_there_before_the_first_succ
             await again
         assert caught.value.is_poison
         assert successor.process.returncode is None
+
+
+async def test_a_successor_learns_of_a_verdict_before_it_is_ready_for_anybody_however_late_its_router_dials(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patient = replace(FAST, wait_for_replica_s=20.0)
+    async with script_pool(0, router=patient) as first, script_pool(0, router=patient) as second:
+        options = {"routers": [first.router.address, second.router.address], "enable_fault_injection": True}
+        for name in ("r0", "r1"):
+            await poisoned((await first.spawn(name, options)).address)
+        await second.router.wait_ready(2, timeout_s=10)
+        with pytest.raises(InternalError):
+            await first.client.generate(POISON, max_tokens=4)
+        await until(lambda: second.num_ready == 0, 10)
+        dial_late(first, 1.0, monkeypatch)
+        again = asyncio.create_task(second.client.generate(POISON, max_tokens=4))
+        await until(lambda: second.router.pool.num_live == 1, 5)
+        successor = await first.spawn("r0", options, step_s=0.0001)
+        with pytest.raises(InternalError) as caught:
+            await again
+        assert caught.value.is_poison
+        assert successor.process.returncode is None
+        assert second.router._quarantine.verdicts
+
+
+def dial_late(pool: ScriptPool, delay_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router takes announcements, but is slow to attach."""
+    create = pool.router._membership._create_link
+
+    def create_late(address: str, incarnation: str) -> Link:
+        link = create(address, incarnation)
+        start = link.start
+        monkeypatch.setattr(link, "start", lambda: asyncio.get_running_loop().call_later(delay_s, start))
+        return link
+
+    monkeypatch.setattr(pool.router._membership, "_create_link", create_late)
+
+
+async def test_a_router_that_does_not_answer_keeps_no_replica_from_its_work_for_long() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
+        silent_port, closed_port = (one.getsockname()[1] for one in (silent, closed))
+        closed.close()
+        async with script_pool(0) as pool:
+            took_s = {}
+            for port in (closed_port, silent_port):
+                began_s = time.monotonic()
+                config = ReplicaConfig(routers=(pool.router.address, f"127.0.0.1:{port}"))
+                replica = await start_replica(config)
+                took_s[port] = time.monotonic() - began_s
+                await pool.router.wait_ready(1, timeout_s=5)
+                await replica.stop()
+                await until(lambda: pool.num_ready == 0, 5)
+        assert took_s[closed_port] < HEARD_WITHIN_S
+        assert took_s[silent_port] < HEARD_WITHIN_S + 1.0

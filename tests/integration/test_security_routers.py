@@ -17,7 +17,7 @@ from cluster.client import AsyncGraphpoolClient, InternalError, ResourceExhauste
 from cluster.config import ClientConfig
 from cluster.router.quarantine import fingerprint
 from cluster.router.server import RouterServer
-from cluster.security.config import ClientSecurity
+from cluster.security.config import REPLICA_NAME, ClientSecurity
 from cluster.security.secret_file import read_secret
 from protos import generation_pb2, replica_pb2, replica_pb2_grpc
 from tests.fakes.script_pool import FAST, ScriptPool
@@ -76,7 +76,9 @@ async def test_s18_two_routers_give_out_one_quota_and_one_of_them_half_of_it(tmp
         assert alone <= 0.5 * (BURST + RATE * (time.monotonic() - began_s)) + 2 * COST
 
 
-async def attach(address: str, metadata: Any, verdict: replica_pb2.PoisonVerdict) -> grpc.StatusCode:
+async def attach(
+    address: str, metadata: Any, verdict: replica_pb2.PoisonVerdict, channel: grpc.aio.Channel | None = None
+) -> grpc.StatusCode:
     """Bring a verdict to a replica, and stay for a moment."""
 
     async def frames() -> AsyncIterator[replica_pb2.RouterFrame]:
@@ -84,8 +86,8 @@ async def attach(address: str, metadata: Any, verdict: replica_pb2.PoisonVerdict
         yield replica_pb2.RouterFrame(poison=verdict)
         await asyncio.sleep(0.5)
 
-    async with grpc.aio.insecure_channel(address) as channel:
-        call: Any = replica_pb2_grpc.ReplicaServiceStub(channel).Attach(frames(), metadata=metadata)
+    async with channel or grpc.aio.insecure_channel(address) as opened:
+        call: Any = replica_pb2_grpc.ReplicaServiceStub(opened).Attach(frames(), metadata=metadata)
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for _ in call:
                 pass
@@ -111,6 +113,23 @@ async def test_s18_only_a_router_brings_a_verdict_and_it_is_keyed_with_the_pools
         assert await pool.client.generate([66, 6], max_tokens=4), "the hash of a prompt alone says nothing"
 
         await attach(address, router, keyed)
+        with pytest.raises(InternalError) as caught:
+            await pool.client.generate([66, 6], max_tokens=4)
+        assert caught.value.is_poison
+
+
+async def test_s18_without_a_secret_a_verdict_has_no_key_and_travels_by_certificates_alone(tmp_path: Path) -> None:
+    keys = secured(tmp_path, acme={})
+    async with secured_pool(keys, tls=True) as pool:
+        address, quarantine = pool.replicas[0].server.address, pool.router._quarantine
+        verdict = replica_pb2.PoisonVerdict(fingerprint=fingerprint(GUILTY), ttl_s=60)
+        for cert, tenant, code in (("client", "acme", "PERMISSION_DENIED"), ("replica", "", "PERMISSION_DENIED")):
+            channel = keys.channel(address, cert=cert, name=REPLICA_NAME)
+            metadata = keys.token(tenant) if tenant else None
+            assert (await attach(address, metadata, verdict, channel)).name == code
+        assert len(quarantine) == 0
+        await attach(address, None, verdict, keys.channel(address, cert="router", name=REPLICA_NAME))
+        await until(lambda: len(quarantine) == 1, 5)
         with pytest.raises(InternalError) as caught:
             await pool.client.generate([66, 6], max_tokens=4)
         assert caught.value.is_poison
