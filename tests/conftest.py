@@ -47,6 +47,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: turns[item.path])
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say of every test that was run again what had gone wrong: it passes for now, and is to be mended."""
+    again = terminalreporter.stats.get("rerun", [])
+    if again:
+        terminalreporter.section("run again")
+    for report in again:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        terminalreporter.write_line(f"{report.nodeid} ({report.when}): {crash or report.longreprtext[-500:]}")
+
+
 def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(item.config.rootpath / "tests").parts[0]
 

@@ -37,6 +37,20 @@ mount --rbind "$1/home" /home && mount -t tmpfs tmpfs /run && mkdir -m 755 /run/
 hostname "$2" && ip link set lo up && mount --rbind "$1/tmp" /tmp && touch /home/ready || exit 1
 while :; do sleep 60 & wait $!; done
 """
+# Who answers does so at once, however busy the machine is: only silence takes the whole second.
+SCAN = """
+import socket, sys
+from concurrent.futures import ThreadPoolExecutor
+def takes(port):
+    try:
+        socket.create_connection((sys.argv[1], port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+ports = [int(port) for port in sys.argv[2:]]
+with ThreadPoolExecutor(16) as threads:
+    print(*(port for port, is_open in zip(ports, threads.map(takes, ports)) if is_open))
+"""
 NAMESPACES = ("--net", "--pid", "--mount", "--uts", "--fork", "--kill-child=KILL", "--mount-proc")
 
 
@@ -95,11 +109,10 @@ class Machine:
             found[int(port, 16)] = found.get(int(port, 16), False) or is_open
         return found
 
-    def reachable_ports(self, address: str, ports: list[int], timeout_s: float = 0.5) -> set[int]:
+    def reachable_ports(self, address: str, ports: list[int]) -> set[int]:
         """Those of another machine's ports that take a connection from this one."""
-        script = "for p in $2; do timeout $3 bash -c ': </dev/tcp/$0/$1' $1 $p 2>/dev/null && echo $p; done; true"
-        arguments = (address, " ".join(map(str, ports)), str(timeout_s))
-        done = self.run("bash", "-c", script, "scan", *arguments, timeout_s=30 + len(ports))
+        done = self.run(sys.executable, "-c", SCAN, address, *map(str, ports))
+        assert done.returncode == 0, done.stderr
         return {int(port) for port in done.stdout.split()}
 
 
