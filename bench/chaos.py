@@ -29,6 +29,7 @@ from pathlib import Path
 from bench.chaos_isolation import isolation
 from bench.chaos_overload import overload
 from bench.chaos_results import Figure, add_figures, chaos_results, gap_figures
+from bench.options import bench_parser, require_gpu
 from bench.results_file import Results
 from tests.chaos.campaign import Findings, Plan, percentile, run
 from tests.chaos.chaos_pool import ChaosPool, proxied_pool
@@ -233,7 +234,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], Results]] = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     benches = parser.add_subparsers(dest="name", required=True)
     made = {name: benches.add_parser(name, help=bench.__doc__) for name, bench in BENCHES.items()}
     for one in made.values():
@@ -270,7 +271,9 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    require_gpu(parser, getattr(options, "device", "cpu"))
     results = BENCHES[options.name](options)
     print(results.write())
     return int(not results.correctness["all_right"])

@@ -7,7 +7,6 @@ Prints its address as the first line of standard output, once it can serve.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -15,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from bench.options import bench_parser
 from cluster.config import ReplicaConfig, from_mapping
 from cluster.replica_process import ReplicaProcess as Hosted
 from tests.fakes.replica_process import ReplicaProcess
@@ -79,7 +79,7 @@ async def serve(worker: WorkerConfig, replica: ReplicaConfig) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--worker", default="{}", help="WorkerConfig as JSON")
     parser.add_argument("--replica", default="{}", help="ReplicaConfig as JSON")
     arguments = parser.parse_args()

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from tests.chaos.cluster_campaign import Plan, plan_from, run  # first: it sets what gRPC reads when it is imported
 
-import argparse  # isort: skip
-import asyncio
+import asyncio  # isort: skip
 import os
 import statistics
 import sys
 from collections.abc import Sequence
 
 from bench import soak
-from bench.options import add_plan_options
+from bench.options import add_plan_options, bench_parser
 from bench.results_file import Results, cpu_name
 from tests.chaos.cluster_events import Event, together
 from tests.chaos.cluster_model import ModelPlan, run_model
@@ -87,7 +86,7 @@ def measure_model(plan: ModelPlan) -> Results:
 
 def model_plan_from(arguments: list[str]) -> ModelPlan:
     """By the command line; exits where there can be no cluster."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", required=True, help="name or directory, as of a worker")
     numbers = dict.fromkeys(("streams", "questions", "min_tokens", "max_tokens", "seed"))
     add_plan_options(parser, ModelPlan(), **numbers, rounds="of a node, a controller and a restart")
@@ -101,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["soak"]:
         return soak.main(given[1:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     if any(argument.partition("=")[0] == "--model" for argument in given):
         results = measure_model(model_plan_from(given))
     else:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from bench.options import bench_parser
 from bench.results_file import Results, cpu_name
 
 MODEL = "smollm2-135m"
@@ -128,6 +129,7 @@ def replica_footprint() -> dict[str, float]:
 
 
 def main() -> None:
+    bench_parser(__doc__).parse_args()
     from rich.console import Console
     from rich.table import Table
 

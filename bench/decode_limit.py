@@ -9,7 +9,6 @@ and the live cache once at the measured speed. Each step's logits are compared w
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 import tempfile
@@ -23,6 +22,7 @@ import torch
 
 from bench.kernel_shares import kernel_shares
 from bench.kernels import CUDA, REPLAYS, DecodeBench, compare, native_model
+from bench.options import bench_parser, parse_for_gpu
 from bench.read_speed import cache_bytes, matrix_bytes, read_bytes_per_s, step_bytes
 from bench.results_file import Results
 from bench.shapes import SHAPES, write_config
@@ -155,11 +155,11 @@ def compile_all(models: list[str], processes: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--processes", type=int, default=12, help="that compile kernels beforehand, 0 = none")
     parser.add_argument("--no-tiers", action="store_true", help="leave out the comparison of tiers")
-    options = parser.parse_args()
+    options = parse_for_gpu(parser)
     if options.processes:
         compile_all(options.models, options.processes)
     results = Results(bench="decode_limit", hardware=torch.cuda.get_device_name())

@@ -9,7 +9,6 @@ entries of TILES in `worker.kernels.vector_tiles`, `row_tiles` and `block_tiles`
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import multiprocessing
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from bench.kernels import CUDA, DecodeBench, Way, native_model
+from bench.options import bench_parser, parse_for_gpu
 from bench.peers import device_ms
 from bench.results_file import Results
 from bench.shapes import SHAPES
@@ -325,12 +325,12 @@ def short(tile: Tile) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--ways", nargs="+", default=list(LOOKUPS), choices=LOOKUPS)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64])
     parser.add_argument("--processes", type=int, default=14)
-    options = parser.parse_args()
+    options = parse_for_gpu(parser)
     cases = [(way, rows) for way in options.ways for rows in options.rows if rows in ROWS_OF[way]]
     compile_all(
         [

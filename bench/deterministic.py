@@ -36,6 +36,7 @@ from bench.engine_runs import (
     settle,
     step,
 )
+from bench.options import parse_for_gpu
 from bench.results_file import Results, Row, cpu_name, versions
 from bench.shapes import write_config
 from worker.build import create_engine
@@ -181,7 +182,7 @@ def kept(path: Path, device: Device) -> dict[str, Any]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("models", nargs="*")
-    options = arguments.parse_args()
+    options = parse_for_gpu(arguments)
     device: Device = options.device
     if device == "cpu":
         torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.options import folder_path
+from bench.options import bench_parser, folder_path
 from bench.results_file import RESULTS, cpu_name
 from bench.shapes import TINY, write_config
 from worker.build import create_engine
@@ -45,7 +45,7 @@ Tokens = dict[str, list[int]]
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """`--device cpu` runs the whole benchmark on a tiny model with emulated captures."""
-    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = bench_parser(description)
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     found.add_argument("--out", type=folder_path, default=RESULTS, help="folder of the result file")
     return found

@@ -39,7 +39,9 @@ from bench.engine_runs import (
     step,
     submit,
 )
+from bench.options import parse_for_gpu
 from bench.results_file import Results
+from bench.shapes import SHAPES
 from cluster.config import ReplicaConfig
 from cluster.replica.flush import FlushPolicy
 from worker import policy
@@ -254,9 +256,9 @@ def measure(worker: Worker, hold: Hold, results: Results, model: str, batches: l
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--model", default="llama-3.2-1b")
+    options.add_argument("--model", default="llama-3.2-1b", choices=list(SHAPES))
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256])
-    chosen = options.parse_args()
+    chosen = parse_for_gpu(options)
     batches = chosen.batches if chosen.device == "cuda" else [1, 4]
     hold = Hold()
     worker = build(

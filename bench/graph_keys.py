@@ -34,7 +34,9 @@ from bench.engine_runs import (
     step,
     submit,
 )
+from bench.options import parse_for_gpu, some_of
 from bench.results_file import Results
+from bench.shapes import SHAPES
 from worker.capture_forecast import CaptureForecast, forecast_captures
 from worker.config import Device
 from worker.graph_memory import StepMemory
@@ -57,13 +59,13 @@ MAX_INSTANTIATE_MS = 50.0
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     options = parser(__doc__)
-    options.add_argument("--runs", default=",".join(RUNS))
-    options.add_argument("--model", default="llama-3.2-1b")
+    options.add_argument("--runs", type=some_of(RUNS), default=",".join(RUNS))
+    options.add_argument("--model", default="llama-3.2-1b", choices=list(SHAPES))
     options.add_argument("--steps", type=int, default=NUM_STEPS)
-    args = options.parse_args(arguments)
+    args = parse_for_gpu(options, arguments)
     results = Results(bench="graph_keys", hardware=hardware(args.device))
     results.extra["keys"] = {}
-    for run in args.runs.split(","):
+    for run in args.runs:
         failed = attempt(measure, run, args.model, args.device, args.steps, results)
         if failed is not None:
             results.correctness[run] = failed

@@ -32,7 +32,9 @@ from bench.engine_runs import (
     settle,
 )
 from bench.modules import Mlp, StaticDecodeStep, Transformer, hf_model, made
+from bench.options import parse_for_gpu
 from bench.results_file import Results
+from bench.shapes import SHAPES
 from worker.config import Device
 from worker.graphs.backend import backend_for
 from worker.graphs.captured import CapturedGraph
@@ -49,8 +51,8 @@ QUEUE = {"cuda": 100, "cpu": 10}
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     options = parser(__doc__)
-    options.add_argument("--model", default="llama-3.2-1b")
-    args = options.parse_args(arguments)
+    options.add_argument("--model", default="llama-3.2-1b", choices=list(SHAPES))
+    args = parse_for_gpu(options, arguments)
     results = Results(bench="graph_ordering", hardware=hardware(args.device))
     for part in (engine_ordering, queue_ordering, copies, split_by_hand, split_transformers):
         results.correctness[part.__name__] = attempt(part, args.model, args.device, results)

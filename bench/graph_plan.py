@@ -13,12 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from bench.engine_runs import TINY_CHANGES, attempt, free_memory, hardware, parser
+from bench.options import parse_for_gpu, some_of
 from bench.results_file import Results
-from bench.shapes import TINY, write_config
-from worker.config import Device, WorkerConfig
+from bench.shapes import SHAPES, TINY, write_config
+from worker.config import Device, Kernels, WorkerConfig
 from worker.memory_measure import MeasuredMemory, measure_memory
 from worker.memory_plan import MemoryPlan, plan_memory
 
@@ -29,12 +30,12 @@ LIMITS = {"weights": 0.01, "kv": 0.01, "graphs": 0.30, "lines": 0.30}
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     options = parser(__doc__)
-    options.add_argument("--model", default="llama-3.2-1b")
-    options.add_argument("--kernels", default="auto,torch")
+    options.add_argument("--model", default="llama-3.2-1b", choices=list(SHAPES))
+    options.add_argument("--kernels", type=some_of(get_args(Kernels)), default="auto,torch")
     options.add_argument("--max-model-len", type=int, default=8192)
-    args = options.parse_args(arguments)
+    args = parse_for_gpu(options, arguments)
     results = Results(bench="graph_plan", hardware=hardware(args.device))
-    for kernels in args.kernels.split(","):
+    for kernels in args.kernels:
         for pool in (True, False):
             name = f"{kernels}, {'one pool' if pool else 'own pools'}"
             found = attempt(compare, args, kernels, pool, results, name)

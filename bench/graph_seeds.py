@@ -36,6 +36,7 @@ from bench.engine_runs import (
     settle,
 )
 from bench.modules import Mlp, StaticDecodeStep, Transformer, hf_model, made
+from bench.options import parse_for_gpu, some_of
 from bench.results_file import Results
 from worker.config import Device
 from worker.graphs.lanes import CopyMode
@@ -47,11 +48,11 @@ PARTS = ("mlp", "transformer", "decode", "serving")
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     options = parser(__doc__)
-    options.add_argument("--parts", default=",".join(PARTS))
-    args = options.parse_args(arguments)
+    options.add_argument("--parts", type=some_of(PARTS), default=",".join(PARTS))
+    args = parse_for_gpu(options, arguments)
     results = Results(bench="graph_seeds", hardware=hardware(args.device))
     parts = {"mlp": mlp, "transformer": transformer, "decode": decode, "serving": serving}
-    for name in args.parts.split(","):
+    for name in args.parts:
         results.correctness[name] = attempt(parts[name], args.device, results)
         print(name, results.correctness[name], flush=True)
         free_memory()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from bench.engine_runs import Worker, answers, free_memory, hardware, parser, start
+from bench.options import parse_for_gpu, some_of
 from bench.results_file import Results
 from worker.config import Device, Dtype, WorkerConfig
 
@@ -67,15 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     options = parser(__doc__)
     options.add_argument("--model", default="smollm2-135m")
     options.add_argument("--reference", action="store_true", help="make the reference instead")
-    options.add_argument("--dtypes", default="bfloat16,float32")
+    options.add_argument("--dtypes", type=some_of(NEAR_TIE), default="bfloat16,float32")
     options.add_argument("--prompts", type=int, help="only the first so many")
     options.add_argument("--places", type=int, default=NEW_TOKENS, help="of each prompt, one by one")
-    args = options.parse_args(arguments)
+    args = parse_for_gpu(options, arguments)
     if args.reference:
         return make_reference(args.model)
     lines = [Line(**line) for line in json.loads(REFERENCE.read_text())["lines"]][: args.prompts]
     results = Results(bench="graph_text", hardware=hardware(args.device))
-    for dtype in args.dtypes.split(","):
+    for dtype in args.dtypes:
         found = compare(args.model, dtype, args.device, lines, args.places)
         results.correctness[dtype] = found
         for metric in ("same_texts", "same_places", "near_ties", "unexplained"):

@@ -24,7 +24,9 @@ import torch
 
 from bench.cuda_runtime import CudaRuntime
 from bench.engine_runs import Worker, build, hardware, parser, settle
+from bench.options import parse_for_gpu
 from bench.results_file import Results
+from bench.shapes import SHAPES
 from worker.config import Device
 from worker.graphs.captured import CapturedGraph
 from worker.graphs.key import GraphKey
@@ -47,8 +49,8 @@ class Way:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     options = parser(__doc__)
-    options.add_argument("--model", default="llama-3.2-1b")
-    args = options.parse_args(arguments)
+    options.add_argument("--model", default="llama-3.2-1b", choices=list(SHAPES))
+    args = parse_for_gpu(options, arguments)
     results = Results(bench="graph_update", hardware=hardware(args.device))
     worker = recorded_worker(args.model, args.device)
     keys = sequence(list(worker.runner.session.graphs), 20 if args.device == "cpu" else NUM_STEPS)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench.options import bench_parser, one_of, parse_for_gpu
 from bench.peers import device_ms, hf_eager_step_ms, hf_graph_step_ms, hf_model, hf_prefill_ms, host_ms
 from bench.results_file import Results
 from bench.shapes import SHAPES
@@ -297,8 +298,13 @@ def run(name: str, results: Results) -> None:
 
 
 def main() -> None:
+    parser = bench_parser(__doc__)
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", type=one_of(SHAPES), help=f"{', '.join(SHAPES)}; all by default"
+    )
+    models = parse_for_gpu(parser).models or list(SHAPES)
     results = Results(bench="graph_vs_eager", hardware=torch.cuda.get_device_name())
-    for name in sys.argv[1:] or list(SHAPES):
+    for name in models:
         try:
             run(name, results)
         except Exception:  # noqa: BLE001 - one shape that fails must not lose the others

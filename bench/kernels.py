@@ -8,7 +8,6 @@ Random bf16 weights of public shapes. Each step's logits are compared with those
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import sys
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from bench.options import bench_parser, parse_for_gpu
 from bench.peers import captured, device_ms
 from bench.results_file import Results
 from bench.shapes import SHAPES
@@ -314,14 +314,14 @@ class ModelBench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[128])
     parser.add_argument("--prompts", nargs="*", type=int, default=[128, 1024])
     parser.add_argument("--plans", action="store_true", help="also try other attention plans")
     parser.add_argument("--name", default="kernels", help="of the result file")
-    options = parser.parse_args()
+    options = parse_for_gpu(parser)
     results = Results(bench=options.name, hardware=torch.cuda.get_device_name())
     for name in options.models:
         bench = ModelBench(name, results)

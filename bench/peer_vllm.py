@@ -8,10 +8,10 @@ of this project.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
-import sys
 import time
 from statistics import median
 from typing import Any
@@ -30,9 +30,16 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams, __version__
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="MODEL_FOLDER")
+    parser.add_argument("batches", metavar="BATCH", type=int, nargs="+")
+    options = parser.parse_args()
+    folder, batches = options.folder, options.batches
+    try:
+        from vllm import LLM, SamplingParams, __version__
+    except ImportError as error:
+        parser.exit(1, f"{parser.prog}: needs vLLM: {error}\n")
 
-    folder, batches = sys.argv[1], [int(number) for number in sys.argv[2:]]
     began = time.perf_counter()
     llm = LLM(
         model=folder,

@@ -10,7 +10,6 @@ with the script. Writes `bench/results/pool.json`; exits with 1 if an answer was
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import multiprocessing
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from bench.options import add_plan_options
+from bench.options import add_plan_options, bench_parser
 from bench.pool_clients import Offer, Seen, drive, warm
 from bench.results_file import Results, cpu_name
 from tests.chaos.chaos_pool import ChaosPool, chaos_pool
@@ -197,7 +196,7 @@ def measure(plan: Plan) -> Results:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     standard = Plan()
     parser.add_argument("--replicas", type=int, nargs="+", default=standard.replicas)
     add_plan_options(parser, standard, rows="of a replica", tokens="of an answer", clients="processes that ask")

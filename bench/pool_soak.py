@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bench.options import bench_parser, parse_for_gpu
 from bench.results_file import Results, cpu_name
 from tests.fakes.tiny_model import VOCAB, tiny_engine, tiny_model
 from worker.engine import Engine
@@ -220,12 +221,12 @@ def soak(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parse_for_gpu(parser)
     started = time.monotonic()
     tally, engine = soak(
         lambda: time.monotonic() - started > options.seconds,

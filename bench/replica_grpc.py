@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.options import bench_parser, require_gpu
 from bench.results_file import Results, cpu_name
 from bench.shapes import SHAPES, write_config
 
@@ -257,7 +258,7 @@ def add(results: Results, options: argparse.Namespace, **values: Any) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", default="llama-3.2-1b", choices=list(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256])
     parser.add_argument("--device", default="cuda")
@@ -271,7 +272,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--route", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.serve:  # a replica's process says for itself what it lacks
+        require_gpu(parser, options.device)
+    return options
 
 
 async def run(options: argparse.Namespace) -> None:

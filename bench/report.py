@@ -9,14 +9,13 @@ A marked place is what stands between `<!-- bench:NAME -->` and `<!-- /bench:NAM
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.options import folder_path
+from bench.options import bench_parser, folder_path
 from bench.report_tables import tables_of
 from bench.results_file import RESULTS
 
@@ -25,7 +24,7 @@ PLACE = re.compile(r"(<!-- bench:(?P<name>[\w.-]+) -->\n)(?P<text>.*?)(<!-- /ben
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = bench_parser(__doc__)
     options.add_argument("--check", action="store_true")
     options.add_argument("--show", metavar="NAME")
     options.add_argument("--no-plots", action="store_true")
@@ -34,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = options.parse_args(arguments)
     documents = read_results(args.results)
     if args.show:
+        if args.show not in documents:
+            options.error(f"no result is named {args.show}, only {', '.join(documents)}")
         print(tables_of(documents[args.show]))
         return 0
     tables = {name: tables_of(document) for name, document in documents.items()}

@@ -23,6 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.options import bench_parser
 from bench.results_file import Results, cpu_name
 from cluster.config import RouterConfig
 from cluster.router.server import RouterServer
@@ -255,7 +256,7 @@ async def measure() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--router-for", metavar="HOST:PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     asyncio.run(serve_router(arguments.router_for) if arguments.router_for else measure())

@@ -8,7 +8,6 @@ state. Writes `bench/results/sampling.json`.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +16,10 @@ from typing import Any
 import torch
 
 from bench.kernels import CUDA, REPLAYS, DecodeBench, native_model
+from bench.options import bench_parser, parse_for_gpu
 from bench.peers import captured, device_ms
 from bench.results_file import Results
+from bench.shapes import SHAPES
 from tests.fakes.sampled_rows import Rows, sequence
 from worker import sampler
 from worker.causal_lm import CausalLM
@@ -168,10 +169,10 @@ def measure_step(results: Results, name: str, model: CausalLM, batch: int) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="llama-3.2-1b")
+    parser = bench_parser(__doc__)
+    parser.add_argument("--model", default="llama-3.2-1b", choices=list(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256])
-    arguments = parser.parse_args()
+    arguments = parse_for_gpu(parser)
     results = Results(bench="sampling", hardware=torch.cuda.get_device_name(CUDA))
     model = native_model(arguments.model)
     with torch.inference_mode():

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from bench.serve_pool import bench_pool  # first: it sets what gRPC reads when it is imported
 
-import argparse  # isort: skip
-import asyncio
+import asyncio  # isort: skip
 import contextlib
 import os
 import shutil
@@ -26,7 +25,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from bench.options import folder_path
+from bench.options import bench_parser, folder_path, parse_for_gpu
 from bench.replica_grpc import hardware
 from bench.results_file import RESULTS, Results
 from bench.serve_memory import MemoryWatch
@@ -139,14 +138,14 @@ def _end_in_any_case(after_s: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--model", default="llama-3.2-1b", help="a shape, tiny, embedded, or a directory")
     parser.add_argument("--limit-s", type=float, help="for everything; default 225 s for one GPU, 385 s for two")
     parser.add_argument("--skip-starts", action="store_true", help="leave the starts in the fast mode out")
     parser.add_argument("--out", type=folder_path, default=RESULTS)
-    options = parser.parse_args(arguments)
+    options = parse_for_gpu(parser, arguments)
     with tempfile.TemporaryDirectory(prefix="gp-model-") as folder:
         plan = plan_of(options, Path(folder))
         # Of this run alone, so that its first start is a cold one.

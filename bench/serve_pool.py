@@ -19,6 +19,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.options import bench_parser
 from cluster.client import AsyncGraphpoolClient
 from cluster.config import ReplicaConfig, RouterConfig
 from cluster.router.server import RouterServer
@@ -266,4 +267,5 @@ def _scrape(port: int) -> Place | None:
 
 
 if __name__ == "__main__":
+    bench_parser(f"{__doc__} Run by itself, this is the router process.").parse_args()
     asyncio.run(route())

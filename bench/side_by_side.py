@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.options import folder_path
+from bench.options import bench_parser, folder_path, parse_for_gpu
 from bench.peer_vllm import ANSWER, PROMPT, prompts
 from bench.results_file import Results, versions
 from bench.shapes import SHAPES
@@ -140,12 +140,12 @@ def compare(name: str, folder: Path, site: Path | None, results: Results) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["llama-3.2-1b"], choices=list(SHAPES))
     parser.add_argument("--vllm", type=folder_path, help="folder of packages that holds vLLM")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("folder", type=folder_path, nargs="?", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_for_gpu(parser)
     if options.only:
         (name,) = options.models
         one = graphpool(options.folder) if options.only == "graphpool" else transformers_peer(name, options.folder)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from tests.chaos.cluster_soak import Soaked, SoakPlan, run_soak  # first: it sets what gRPC reads when it is imported
 
-import argparse  # isort: skip
-import asyncio
+import asyncio  # isort: skip
 import os
 import statistics
 from collections.abc import Callable, Sequence
 
-from bench.options import add_plan_options
+from bench.options import add_plan_options, bench_parser
 from bench.results_file import Results, cpu_name
 from bench.soak_trend import LIMITS, Points, Trend, trend
 from tests.chaos.cluster_vitals import Life, Reading
@@ -180,9 +179,7 @@ def _by_minute(trends: dict[tuple[str, str], Trend]) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="bench.cluster soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__, prog="bench.cluster soak")
     times = dict.fromkeys(("minutes", "warm_up_s", "kill_every_s", "step_s"))
     add_plan_options(parser, SoakPlan(), **times, occupancy="part of the capacity", replicas=None, seed=None)
     options = parser.parse_args(arguments)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.options import add_plan_options, folder_path
+from bench.options import add_plan_options, folder_path, one_of, some_of
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,19 @@ def test_what_is_none_is_refused_by_name(
     with pytest.raises(SystemExit):
         parser().parse_args(arguments)
     assert sentence in capsys.readouterr().err
+
+
+def test_a_list_of_names_is_taken_apart_and_an_unknown_one_refused_with_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", type=one_of(("small", "large")))
+    parser.add_argument("--parts", type=some_of(("one", "two")), default="one,two")
+    assert parser.parse_args([]) == argparse.Namespace(models=[], parts=["one", "two"])
+    assert parser.parse_args(["large", "--parts", "two"]).parts == ["two"]
+    for arguments in (["huge"], ["--parts", "one,three"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(arguments)
+    said = capsys.readouterr().err
+    assert "is 'huge', must be one of small, large" in said
+    assert "is 'three', must be one of one, two" in said
