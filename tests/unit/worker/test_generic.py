@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.fakes.tiny_model import tiny_engine
 from worker.attention.decode import PagedDecodeAttention
@@ -20,7 +21,7 @@ from worker.graph_runner import GraphRunner
 from worker.kv_cache import KVCache
 from worker.load import GraphReadiness
 from worker.load_causal_lm import ServedModel
-from worker.model.files import ModelFiles
+from worker.model.files import ModelFiles, files_in
 from worker.request import ChoiceDelta, GenerateRequest
 from worker.sampling import SamplingParams
 
@@ -169,7 +170,6 @@ def test_every_shape_of_a_worker_is_captured_whole_and_its_answers_equal_eager(f
     [
         {"hidden_size": "wide"},
         {"num_hidden_layers": None},
-        {"model_type": "no-such-model"},
         {"hidden_size": -1},
         {"vocab_size": 0.5},
     ],
@@ -179,3 +179,58 @@ def test_a_config_that_transformers_chokes_on_is_a_model_that_cannot_be_loaded(w
     with pytest.raises(ModelLoadError, match="transformers cannot load odd") as caught:
         load_transformers(files, device=torch.device("cpu"), dtype=torch.float32, is_dummy=True, seed=0)
     assert "\n" not in str(caught.value)
+
+
+def saved(directory: Path, config: Any) -> ModelFiles:
+    """A checkpoint of random weights of this config."""
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return files_in("odd", directory)
+
+
+def load(files: ModelFiles) -> TransformersCausalLM:
+    return load_transformers(files, device=torch.device("cpu"), dtype=torch.float32, is_dummy=False, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["no-such-model", None])
+def test_a_model_type_that_nobody_knows_is_refused_by_name(kind: str | None) -> None:
+    files = ModelFiles(name="odd", directory=Path("/nonexistent"), config={**GROUPED, "model_type": kind})
+    with pytest.raises(UnsupportedModel, match=f"knows model type {kind!r}"):
+        load(files)
+
+
+def test_what_the_config_tells_is_refused_before_weights_take_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = saved(tmp_path, transformers.MixtralConfig(**GROUPED, num_local_experts=4))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(UnsupportedModel, match="mixture-of-experts"):
+        load(files)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_and_not_filled_at_random(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = saved(tmp_path, transformers.LlamaConfig(**GROUPED))
+    config = transformers.Olmo2Config(**GROUPED)
+    config.save_pretrained(tmp_path)
+    capfd.readouterr()
+    with pytest.raises(ModelLoadError, match=r"odd: the checkpoint lacks .*post_feedforward_layernorm"):
+        load(files_in("odd", files.directory))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    files = saved(tmp_path, transformers.GemmaConfig(**BASE, num_key_value_heads=1, head_dim=16))
+    transformers.GemmaConfig(**BASE | {"intermediate_size": 48}, num_key_value_heads=1, head_dim=16).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ModelLoadError, match=r"holds in another shape model.layers.0.mlp"):
+        load(files_in("odd", files.directory))
+
+
+def test_weights_that_the_model_has_no_place_for_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = saved(tmp_path, transformers.GemmaConfig(**BASE, num_key_value_heads=1, head_dim=16))
+    tensors = load_file(tmp_path / "model.safetensors") | {"vision.weight": torch.zeros(1)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load(files)
+    assert "odd: the model has no place for vision.weight" in caplog.text
