@@ -34,6 +34,11 @@ class Health:
         self._state: tuple[bool, Readiness] = (False, control_pb2.GRAPH_READINESS_UNSPECIFIED)
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def is_serving(self) -> bool:
+        """What "" is answered with."""
+        return self._state[0]
+
     async def start(self, server: grpc.aio.Server) -> None:
         """Serve NOT_SERVING until told otherwise."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)

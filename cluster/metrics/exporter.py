@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
@@ -13,12 +13,13 @@ from prometheus_client.registry import Collector
 
 from cluster.config import join_address, split_address
 from cluster.metrics.families import plain_gauge
-from cluster.page.routes import with_page
+from cluster.page.routes import with_routes
 from cluster.security.guard import Guard
 from cluster.security.http import GuardedHttp
 
 COLLECT_TIMEOUT_S = 5.0
 
+T = TypeVar("T")
 Source = Callable[[], Iterable[Metric]]
 
 
@@ -42,10 +43,10 @@ def loop_family() -> Metric:
     return plain_gauge("event_loop_tasks", "Tasks on the event loop that serves.", len(asyncio.all_tasks()))
 
 
-def _read_on(loop: asyncio.AbstractEventLoop, values: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Values that only the event loop may read, on another thread. Raises TimeoutError when the loop is stuck."""
+def _read_on(loop: asyncio.AbstractEventLoop, values: Callable[[], T]) -> T:
+    """What only the event loop may read, on another thread. Raises TimeoutError when the loop is stuck."""
 
-    async def read() -> Mapping[str, Any]:
+    async def read() -> T:
         return values()
 
     return asyncio.run_coroutine_threadsafe(read(), loop).result(COLLECT_TIMEOUT_S)
@@ -54,7 +55,8 @@ def _read_on(loop: asyncio.AbstractEventLoop, values: Callable[[], Mapping[str, 
 class MetricsExporter:
     """Answers HTTP at one port with the metrics of one server object, from a registry of its own.
 
-    With `page`, read on the event loop too, there is also a live page for browsers. With a `guard` that asks who calls, for its monitors and operators alone, and over TLS if it has certificates.
+    With `page` there is also a live page for browsers, with `is_serving` /healthz for probes; both are read on the event
+    loop too. With a `guard` that asks who calls, for its monitors and operators alone, and over TLS if it has certificates.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class MetricsExporter:
         guard: Guard | None = None,
         *,
         page: Callable[[], Mapping[str, Any]] | None = None,
+        is_serving: Callable[[], bool] | None = None,
     ) -> None:
         self._page = page
+        self._is_serving = is_serving
         self._listen = listen
         self._source = source
         self._guard = guard
@@ -86,8 +90,12 @@ class MetricsExporter:
         loop = asyncio.get_running_loop()
         registry.register(LoopCollector(loop, self._source))
         app = make_wsgi_app(registry)
-        if self._page is not None:
-            app = with_page(app, partial(_read_on, loop, self._page))
+        page, health = self._page, self._is_serving
+        app = with_routes(
+            app,
+            is_serving=None if health is None else partial(_read_on, loop, health),
+            values=None if page is None else partial(_read_on, loop, page),
+        )
         host, port = split_address("metrics_listen", self._listen)
         try:
             self._http = GuardedHttp(host, port, app, self._guard)

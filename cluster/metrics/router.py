@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import Metric
 
+from cluster.criticality import NAMES
 from cluster.metrics.families import SECONDS, Histogram, counter, gauge, plain_counter, plain_gauge
 from protos import control_pb2
 from worker.request import Criticality
@@ -100,7 +101,7 @@ def _readiness(loads: Sequence[control_pb2.ReplicaLoad]) -> Metric:
 
 
 def _refusals(counts: Mapping[tuple[str, Criticality], int]) -> Metric:
-    samples = (((why, one.name.lower()), counts.get((why, one), 0)) for why in REASONS for one in Criticality)
+    samples = (((why, name), counts.get((why, one), 0)) for why in REASONS for name, one in NAMES.items())
     help_text = "Requests not taken on: every queue was full, or they would have waited for too long."
     return counter("refused_requests", help_text, samples, ("reason", "criticality"))
 

@@ -96,7 +96,9 @@ class ReplicaServer:
         self._generation = GenerationServicer(self._backend, max_streams=config.max_streams, tenancy=self._tenancy)
         self._health = Health()
         self._rpcs = RpcCounter(generation.SERVICE)
-        self._exporter = MetricsExporter(config.metrics_listen, self._metrics, self._guard)
+        self._exporter = MetricsExporter(
+            config.metrics_listen, self._metrics, self._guard, is_serving=lambda: self._health.is_serving
+        )
         self._announcer = Announcer(
             self._announcement,
             period_s=config.announce_period_s,

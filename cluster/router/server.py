@@ -60,7 +60,13 @@ class RouterServer:
         self._guard = Guard(config.security)
         self._gate = FairGate(self._num_rows, check_wait=self._check_wait)
         self._tenancy = Tenancy(self._guard, self._gate, num_sharing=self._num_sharing)
-        self._exporter = MetricsExporter(config.metrics_listen, self._collect, self._guard, page=self._page)
+        self._exporter = MetricsExporter(
+            config.metrics_listen,
+            self._collect,
+            self._guard,
+            page=self._page,
+            is_serving=lambda: self._health.is_serving,
+        )
         self._membership = Membership(config, self._create_link)
         self._quarantine = Quarantine(
             config.quarantine_s, secret=lambda: self._guard.pool_token, on_verdict=self._membership.tell

@@ -29,8 +29,8 @@ class Scrape:
         return found
 
 
-def fetch(address: str, token: str = "") -> str:
-    request = urllib.request.Request(f"http://{address}/metrics")
+def fetch(address: str, path: str = "/metrics", *, token: str = "") -> str:
+    request = urllib.request.Request(f"http://{address}{path}")
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     with urllib.request.urlopen(request, timeout=10) as response:
