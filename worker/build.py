@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from worker.faults import Faults
 from worker.faulty_runner import FaultyRunner
 from worker.graph_runner import GraphOptions, GraphRunner
 from worker.graphs.backend import backend_for
-from worker.kernels.build_processes import BuildProcesses
+from worker.kernels.build_processes import BuildProcesses, start_build_processes
+from worker.kernels.cache_key import hash_compiler_ahead
 from worker.kv_cache import KVCache
 from worker.load import EngineInfo
 from worker.load_causal_lm import ServedModel, load_causal_lm
@@ -64,36 +66,54 @@ def build_engine(
     """Load the model and start its engine. Raises ModelLoadError, or ValueError for a configuration that cannot work.
 
     With `faults`, every step meets those that are armed. `hold_s`: see worker.engine.EngineParts. `on_phase` is told the
-    name of each part of the work when it is done. `compilers` build kernels, and are closed when those are built.
+    name of each part of the work when it is done. `compilers` build kernels, and are closed when those are built, or the
+    start fails; on a GPU, some are started here if none are given.
     """
     over = on_phase or (lambda _: None)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    files = resolve_model(config.model, load_format=config.load_format, cache_dir=config.cache_dir, progress=progress)
-    device = choose_device(config)
-    dtype = choose_dtype(config, device.type)
-    over("device")
-    with memory_named(config.model):
-        served = load_causal_lm(config, files, device=device, dtype=dtype, progress=progress)
-    over("weights")
-    text = TextProcessor.from_files(files) if files.has_tokenizer else None
-    over("text")
-    with memory_named(config.model):
-        engine = create_engine(config, files, served, text, hold_s=hold_s, compilers=compilers)
-    over("engine")
-    if isinstance(engine.runner, GraphRunner):
-        log.info("%d kernels are built", engine.runner.build_kernels(compilers))
-    elif compilers is not None:
-        compilers.close()
-    over("kernels")
-    if faults is not None:
-        engine.runner = FaultyRunner(engine.runner, engine.kv_cache, faults)
-    if config.capture == "startup":
-        prepare(engine, progress)
-    thread = EngineThread(engine, sink, on_death=on_death)
+    with contextlib.ExitStack() as on_failure:
+        if compilers is not None:
+            on_failure.callback(compilers.close)
+        files = resolve_model(
+            config.model, load_format=config.load_format, cache_dir=config.cache_dir, progress=progress
+        )
+        device = choose_device(config)
+        dtype = choose_dtype(config, device.type)
+        if compilers is None and (compilers := start_compilers(config, device)) is not None:
+            on_failure.callback(compilers.close)
+        over("device")
+        with memory_named(config.model):
+            served = load_causal_lm(config, files, device=device, dtype=dtype, progress=progress)
+        over("weights")
+        text = TextProcessor.from_files(files) if files.has_tokenizer else None
+        over("text")
+        with memory_named(config.model):
+            engine = create_engine(config, files, served, text, hold_s=hold_s, compilers=compilers)
+        over("engine")
+        if isinstance(engine.runner, GraphRunner):
+            log.info("%d kernels are built", engine.runner.build_kernels(compilers))
+        elif compilers is not None:
+            compilers.close()
+        over("kernels")
+        if faults is not None:
+            engine.runner = FaultyRunner(engine.runner, engine.kv_cache, faults)
+        if config.capture == "startup":
+            prepare(engine, progress)
+        thread = EngineThread(engine, sink, on_death=on_death)
+        on_failure.pop_all()
     if faults is not None:
         faults.on_flip = BitFlips(served.model.module, thread.between_steps)
     return BuiltEngine(thread, text, served.generation_defaults)
+
+
+def start_compilers(config: WorkerConfig, device: torch.device) -> BuildProcesses | None:
+    """Processes for kernels of a worker on `device`; None where it has none to build, or builds them itself."""
+    if device.type != "cuda" or config.kernels == "torch":
+        return None
+    compilers = start_build_processes()
+    hash_compiler_ahead()
+    return compilers
 
 
 def prepare(engine: Engine, progress: Progress | None) -> None:

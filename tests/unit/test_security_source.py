@@ -25,9 +25,9 @@ FORBIDDEN_MODULES = {
     "code",
     "zmq",
 }
-OWN_PIPES = {"worker/kernels/build_processes.py", "worker/kernels/build_server.py"}
-"""Both ends of the pipes between a worker and the processes that it has started to compile kernels; nothing else can
-write into them."""
+OWN_PIPES = {"worker/kernels/build_job.py"}
+"""Both ends of the way from a worker to the processes that it has forked to compile kernels; nothing else can write into
+it, and nothing that comes back is read so."""
 FORBIDDEN_CALLS = {
     "torch.load": "reads pickles",
     "numpy.load": "may read pickles",

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import inspect
-import io
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
+
+from worker.cores import usable_cores
+from worker.kernels.build_job import BuildJob
+from worker.kernels.cache_folder import settle_cache_folder
+from worker.kernels.open_jobs import OpenJobs
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,10 @@ MAX_PROCESSES = 16
 MIN_CORES = 4
 """With fewer, importing what the processes need takes from this process what they give it."""
 LIMIT_S = 60.0
-"""For one kernel, and for those before it and the start of the server."""
+"""For one kernel, and for the start of the server before the first. The server ends one that hangs before that, and what
+is late here says that the server hangs."""
+TICK_S = 1.0
+"""How often it is looked whether something is late."""
 SERVER = "worker.kernels.build_server"
 
 
@@ -33,111 +37,118 @@ class BuildProcesses:
 
     Starting it returns at once, and it gets ready while the caller is still importing. It ends with the caller, with
     `close`, or when nothing refers to it any more. Everything it is asked to do, the caller could do: no failure of it
-    is an error.
+    is an error. Raises OSError or RuntimeError where no process or thread can be started.
     """
 
     def __init__(self, num: int) -> None:
         self.num = num
-        self._jobs: dict[int, Future[str]] = {}
-        self._lock = threading.Lock()
-        self._count = 0
-        path = os.pathsep.join(place for place in sys.path if place)
-        self._process = subprocess.Popen(  # noqa: S603 (this interpreter, on a module of ours)
-            [sys.executable, "-m", SERVER, str(num)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._out = Connection(os.dup(self._process.stdin.fileno()), readable=False)
-        self._in = Connection(os.dup(self._process.stdout.fileno()), writable=False)
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._end = weakref.finalize(self, self._out.close)
-        reader = threading.Thread(
-            target=_read, args=(self._in, self._jobs, self._lock, self._process), name="built-kernels", daemon=True
-        )
-        reader.start()
+        self._jobs = OpenJobs(LIMIT_S)
+        self._sending = threading.Lock()
+        self._has_said = False
+        self._pipe, theirs = Pipe()
+        with contextlib.ExitStack() as on_failure, theirs:
+            on_failure.callback(self._pipe.close)
+            self._process = _start_server(num, theirs)
+            on_failure.callback(self._process.wait)
+            self._end = weakref.finalize(self, _end, self._jobs, self._process)
+            on_failure.callback(self._end)
+            parts = self._pipe, self._sending, self._jobs, self._process
+            threading.Thread(target=_read, args=parts, name="built-kernels", daemon=True).start()
+            on_failure.pop_all()
 
     def build(self, compile_kernel: Callable[[], Any]) -> bool:
-        """Have another process do what `compile_kernel` does, a call by Triton; whether it has. Waits for it."""
+        """Have another process do what `compile_kernel` does, a call by Triton; whether it has. Waits for it.
+
+        At most LIMIT_S, once: whatever is late ends the server, and nothing waits for one that has ended.
+        """
         try:
-            job = pickled_job(compile_kernel)
+            job = BuildJob.of(compile_kernel).pickled()
         except Exception as error:  # noqa: BLE001
-            log.debug("a kernel cannot be sent to another process: %s: %s", type(error).__name__, error)
+            log.debug("a kernel cannot be sent to another process: %s: %.200s", type(error).__name__, error)
             return False
-        done: Future[str] = Future()
-        try:
-            with self._lock:
-                self._count += 1
-                self._jobs[self._count] = done
-                self._out.send_bytes(pickle.dumps((self._count, job)))
-        except OSError:
-            return False
-        try:
-            refused = done.result(LIMIT_S)
-        except TimeoutError:
-            refused = f"nothing came of it within {LIMIT_S:.0f} s"
+        number, answer = self._jobs.open()
+        if not answer.done():
+            self._send(number, job)
+        refused = answer.result()
         if refused:
-            log.debug("a kernel was not built by another process: %s", refused)
+            self._say(refused)
         return not refused
 
     def close(self) -> None:
-        """End the server when what it is building is built."""
+        """End the server and what it is building."""
         self._end()
+
+    def _say(self, refused: str) -> None:
+        """The first time, aloud: others that follow mostly have the same reason."""
+        level = logging.DEBUG if self._has_said or self._jobs.have_ended else logging.WARNING
+        self._has_said = True
+        log.log(level, "a kernel is built in this process, not in another: %s", refused)
+
+    def _send(self, number: int, job: bytes) -> None:
+        """Blocks while the server reads nothing, until it is ended for that."""
+        try:
+            with self._sending:
+                self._pipe.send_bytes(b"%d %b" % (number, job))
+        except (OSError, ValueError) as error:
+            self._jobs.answer(number, f"it could not be sent: {error}")
 
 
 def start_build_processes() -> BuildProcesses | None:
-    """As many as there are cores to run on; None where that does not pay, or where no process can be started."""
-    cores = len(os.sched_getaffinity(0))
+    """As many as there are cores to run on; None where that does not pay, or where no process can be started.
+
+    What they and this process build is kept where it can be; see settle_cache_folder.
+    """
+    settle_cache_folder()
+    cores = usable_cores()
     if cores < MIN_CORES:
         return None
     try:
         return BuildProcesses(min(cores, MAX_PROCESSES))
-    except OSError as error:
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         log.warning("kernels are built in this process alone: %s", error)
         return None
 
 
-def pickled_job(compile_kernel: Callable[[], Any]) -> bytes:
-    """The arguments of `triton.compile`, which Triton has put into a closure; LookupError if they are not there."""
-    held = inspect.getclosurevars(compile_kernel).nonlocals
-    out = io.BytesIO()
-    _Pickler(out).dump((held["src"], held["target"], held["options"].__dict__, held["env_vars"]))
-    return out.getvalue()
+def _start_server(num: int, pipe: Connection) -> subprocess.Popen[bytes]:
+    """With its end of the pipe as standard input. A terminal's Ctrl-C is this process's alone."""
+    path = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
+    return subprocess.Popen(  # noqa: S603 (this interpreter, on a module of ours, found where this one finds it)
+        [sys.executable, "-P", "-m", SERVER, str(num), str(os.getpid())],
+        stdin=pipe.fileno(),
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        process_group=0,
+    )
 
 
-class _Pickler(pickle.Pickler):
-    """Functions of kernels go by name: they hold locks, and must be the other process's own."""
-
-    def reducer_override(self, value: Any) -> Any:
-        from triton.runtime.jit import JITCallable
-
-        if isinstance(value, JITCallable):
-            return _function, (value.__module__, value.__qualname__)
-        return NotImplemented
+def _end(jobs: OpenJobs, process: subprocess.Popen[bytes]) -> None:
+    jobs.end("the processes that build kernels were closed")
+    process.kill()
 
 
-def _function(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+def _read(pipe: Connection, sending: threading.Lock, jobs: OpenJobs, process: subprocess.Popen[bytes]) -> None:
+    """Pass answers on until the server has ended, or is ended for being late; what is then open is refused."""
+    why = "their server has ended"
+    try:
+        while not jobs.is_late():
+            if pipe.poll(TICK_S):
+                number, _, refused = pipe.recv_bytes().decode(errors="replace").partition(" ")
+                jobs.answer(int(number), refused)
+        why = f"nothing came of a kernel within {LIMIT_S:.0f} s"
+        process.kill()
+    except (EOFError, OSError):
+        pass
+    finally:
+        code = _exit_code(process)
+        if jobs.end(why):
+            log.warning("kernels are built in this process from now on: %s (exit code %d)", why, code)
+        with sending:  # whoever had it has failed
+            pipe.close()
 
 
-def _read(answers: Connection, jobs: dict[int, Future[str]], lock: threading.Lock, process: Any) -> None:
-    """Pass answers on until the server has ended; what is then still open is refused."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            number, refused = pickle.loads(answers.recv_bytes())  # noqa: S301 (from the server that this started)
-            with lock:
-                done = jobs.pop(number)
-            done.set_result(refused)
-    with lock:
-        left = list(jobs.values())
-        jobs.clear()
-    for done in left:
-        done.set_result("the server has ended")
-    answers.close()
-    process.wait()
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Of one that has closed its pipe, the last that it does."""
+    try:
+        return process.wait(TICK_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

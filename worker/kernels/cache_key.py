@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from typing import Any
 
 
+@functools.cache
 def hash_compiler_ahead() -> None:
-    """Begin to read the whole compiler, which is a part of every key, on a thread of its own."""
+    """Begin to read the whole compiler, which is a part of every key, on a thread of its own. Once, however often called."""
     try:
         from triton.runtime.cache import triton_key
     except ImportError:
         return
-    threading.Thread(target=triton_key, name="triton-key", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # without a thread, the first key does it
+        threading.Thread(target=triton_key, name="triton-key", daemon=True).start()
 
 
 def settle_key(kernel: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from worker.causal_lm import NativeCausalLM
 from worker.context_ahead import make_context_ahead
-from worker.kernels.build_ahead import _NothingRuns
+from worker.kernels.nothing_runs import NothingRuns
 from worker.model.architecture import DecoderConfig
 from worker.model.decoder import Decoder
 from worker.model.shortened import shortened
@@ -50,7 +50,7 @@ def test_no_step_of_any_key_builds_a_kernel_later(mode: str, tmp_path: Path) -> 
 
 def test_operators_give_shapes_whatever_is_in_memory_and_change_nothing() -> None:
     table, wrong = torch.arange(12.0).view(4, 3), torch.tensor([99, -1])
-    with _NothingRuns(), torch.inference_mode():
+    with NothingRuns(), torch.inference_mode():
         looked_up = nn.functional.embedding(wrong, table)  # out of bounds, if it were looked up
         product = torch.mm(table, table.t()).float()
         changed = table.add_(1.0)
@@ -67,7 +67,7 @@ def test_operators_give_shapes_whatever_is_in_memory_and_change_nothing() -> Non
 
 def test_a_value_that_is_asked_for_ends_the_walk() -> None:
     flag = torch.tensor([True])
-    with _NothingRuns(), pytest.raises((RuntimeError, NotImplementedError)):
+    with NothingRuns(), pytest.raises((RuntimeError, NotImplementedError)):
         (flag & flag).item()
 
 

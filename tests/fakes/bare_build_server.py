@@ -1,0 +1,48 @@
+"""A build server that imports no kernels, compiles nothing, and gives a kernel a second: what is read is done by then.
+
+Bytes for a source are what was built; anything else is refused as no kernel is. NUM_FORKS in its environment is how many
+there can be, MAX_FILES how many files.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+
+from worker.kernels import build_server
+from worker.kernels.build_fork import BuildFork
+from worker.kernels.build_job import BuildJob
+
+
+def build(pickled: bytes) -> str:
+    """See build_server.build."""
+    try:
+        source = BuildJob.unpickled(pickled).source
+        return "" if isinstance(source, bytes) else source.fn
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"[:1000]
+
+
+def fork_at_most(num: int) -> None:
+    """As where a user may have so many processes."""
+    fork, left = os.fork, iter(range(num))
+
+    def fork_or_not() -> int:
+        if next(left, None) is None:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return fork()
+
+    os.fork = fork_or_not
+
+
+if __name__ == "__main__":
+    if "NUM_FORKS" in os.environ:
+        fork_at_most(int(os.environ["NUM_FORKS"]))
+    if "MAX_FILES" in os.environ:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ["MAX_FILES"]),) * 2)
+    BuildFork.limit_s = 1.0
+    build_server.build = build
+    jobs = build_server.take_over()
+    build_server.BuildServer(jobs, num=int(sys.argv[1]), parent=int(sys.argv[2])).serve()
