@@ -59,6 +59,11 @@ class ScriptPool:
     def num_ready(self) -> int:
         return list(self.states.values()).count(control_pb2.REPLICA_STATE_READY)
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether a request runs alone on a replica, to find out whether it ends that one too."""
+        return any(stream.is_on_trial for link in self.router._membership.links for stream in link._streams.values())
+
     async def spawn(self, name: str, config: Mapping[str, object] | None = None, /, **knobs: object) -> ReplicaProcess:
         """One more replica, as a process of its own that ends with the pool; returns when it is ready."""
         before = self.num_ready

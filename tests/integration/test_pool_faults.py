@@ -76,8 +76,11 @@ async def test_the_budget_bounds_how_many_losses_one_request_survives() -> None:
         replicas = {name: await pool.spawn(name, step_s=0.01) for name in ("r0", "r1", "r2")}
 
         async def read_under_kills() -> None:
+            kills = [5, 15]
             async for piece in pool.client.stream(PROMPT, max_tokens=3000):
-                if piece.sequence in (5, 15):
+                # A replica that dies while this request is tried alone would speak against the request.
+                if kills and piece.sequence >= kills[0] and not pool.is_trying:
+                    kills.pop(0)
                     loads = pool.router.pool.loads()
                     await replicas.pop(next(load.replica for load in loads if load.router_streams)).kill()
 
@@ -156,7 +159,7 @@ async def test_a_replica_process_whose_engine_died_exits_non_zero() -> None:
         doomed = await pool.spawn("doomed", crash_after_steps=30, step_s=0.005)
         with pytest.raises(Unavailable):
             await read(pool.client.stream(PROMPT, max_tokens=3000))
-        assert await asyncio.wait_for(doomed.process.wait(), 5) == ENGINE_FAILED
+        assert await asyncio.wait_for(doomed.process.wait(), 20) == ENGINE_FAILED
 
 
 async def test_a_frozen_replica_loses_its_answers_to_others_and_is_taken_back_when_it_thaws() -> None:
@@ -183,7 +186,7 @@ async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new() ->
         late = [await pool.client.generate(PROMPT, max_tokens=3) for _ in range(6)]
         early = await asyncio.gather(*streams)
         await drain
-        await asyncio.wait_for(leaving.server.wait_stopped(), 1)
+        await asyncio.wait_for(leaving.server.wait_stopped(), 5)
         assert leaving.server.state is State.STOPPED
         assert leaving.failures == []
     assert [ids(pieces) for pieces in early] == [script(PROMPT, seed, 0, 100) for seed in range(8)]
@@ -215,7 +218,7 @@ async def test_what_outlasts_the_grace_of_a_drain_is_handed_over() -> None:
         streams = [asyncio.create_task(read(pool.client.stream(PROMPT, max_tokens=300, seed=s))) for s in range(8)]
         leaving = pool.replicas[0]
         await until(lambda: leaving.server.num_live == 4)
-        await asyncio.wait_for(leaving.server.drain(0.1), 2)
+        await asyncio.wait_for(leaving.server.drain(0.1), 5)
         answers = await asyncio.gather(*streams)
         assert leaving.server.num_live == 0
     assert [ids(pieces) for pieces in answers] == [script(PROMPT, seed, 0, 300) for seed in range(8)]
@@ -226,7 +229,7 @@ async def test_what_outlasts_a_drain_with_nobody_to_take_over_is_cut_off_unavail
     async with script_pool(1, knobs=ScriptKnobs(step_s=0.01), router=replace(FAST, wait_to_resume_s=0.2)) as pool:
         stream = pool.client.stream(PROMPT, max_tokens=3000)
         await anext(stream)
-        await asyncio.wait_for(pool.replicas[0].server.drain(0.2), 2)
+        await asyncio.wait_for(pool.replicas[0].server.drain(0.2), 5)
         with pytest.raises(Unavailable, match="no replica is ready"):
             await read(stream)
 
@@ -257,7 +260,7 @@ async def test_a_process_that_is_asked_to_stop_finishes_first() -> None:
         await asyncio.sleep(0.05)
         leaving.send(signal.SIGTERM)
         assert ids(await running) == script(PROMPT, 1, 0, 100)
-        assert await asyncio.wait_for(leaving.process.wait(), 5) == 0
+        assert await asyncio.wait_for(leaving.process.wait(), 20) == 0
 
 
 async def test_a_router_that_stops_tells_its_clients() -> None:

@@ -93,7 +93,7 @@ async def test_internal_errors_open_the_breaker_of_one_replica_but_never_the_las
 
 
 async def test_a_replica_five_times_slower_is_derated_within_five_seconds() -> None:
-    async with script_pool(2, knobs=ScriptKnobs(step_s=0.004)) as pool:
+    async with script_pool(2, knobs=ScriptKnobs(step_s=0.02)) as pool:
         slow = pool.replicas[0]
         is_over = False
 
@@ -102,15 +102,13 @@ async def test_a_replica_five_times_slower_is_derated_within_five_seconds() -> N
                 await pool.client.generate(PROMPT, max_tokens=20, seed=seed)
 
         askers = [asyncio.create_task(keep_asking(seed)) for seed in range(8)]
-        await asyncio.sleep(1.5)
-        assert load_of(pool, 0).slowness < 1.5
-        slow.engine.knobs.step_s = 0.02
+        await asyncio.sleep(1.0)
+        await until(lambda: load_of(pool, 0).slowness < 1.5, 20)
+        slow.engine.knobs.step_s = 0.1
         slowed_s = time.monotonic()
-        await until(lambda: load_of(pool, 0).slowness > 3, 10)
+        await until(lambda: load_of(pool, 0).slowness > 3, 20)
         assert time.monotonic() - slowed_s < 5 + LOAD_S
-        await asyncio.sleep(0.5)
-        shares = [load_of(pool, index).router_streams for index in range(2)]
-        assert shares[0] < shares[1]
+        await until(lambda: load_of(pool, 0).router_streams < load_of(pool, 1).router_streams)
         is_over = True
         await asyncio.gather(*askers)
 

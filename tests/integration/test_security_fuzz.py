@@ -24,7 +24,9 @@ CLEAR = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.CANCELLED,
 }
+"""Cancelled: Abort is one of the methods, and may find the request of another's id under way."""
 
 
 async def send(channel: grpc.aio.Channel, method: str, raw: bytes) -> tuple[grpc.StatusCode, str]:
