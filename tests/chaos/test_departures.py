@@ -36,7 +36,7 @@ async def test_a_rolling_restart_loses_nothing() -> None:
             for name in tuple(pool.replicas):
                 leaving = pool.replicas[name]
                 leaving.send(signal.SIGTERM)
-                assert await asyncio.wait_for(leaving.process.wait(), 15) == 0
+                assert await asyncio.wait_for(leaving.process.wait(), 30) == 0
                 await pool.spawn(name)
                 await pool.wait_ready(3)
         assert len(records) > 50
@@ -52,7 +52,7 @@ async def test_what_outlasts_the_grace_of_a_drain_goes_on_elsewhere() -> None:
         records = await asyncio.gather(*asked)
     assert [record for record in records if not record.is_right] == []
     assert sum(record.attempts > 1 for record in records) == 5
-    assert max(record.longest_gap_s for record in records) < 1.0
+    assert max(record.longest_gap_s for record in records) < 2.0
 
 
 async def test_a_replica_that_is_killed_while_it_drains_loses_nothing() -> None:
@@ -116,6 +116,6 @@ async def test_a_place_whose_processes_keep_dying_at_their_start_disturbs_nobody
             for _ in range(3):
                 # Its engine ends in the canary.
                 doomed = await pool.spawn("r2", crash_after_steps=0)
-                assert await asyncio.wait_for(doomed.process.wait(), 10) == 70
+                assert await asyncio.wait_for(doomed.process.wait(), 30) == 70
         assert [record for record in records if not record.is_right] == []
         assert {record.attempts for record in records} == {1}

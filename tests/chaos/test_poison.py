@@ -42,7 +42,7 @@ async def test_a_poisonous_request_takes_two_replicas_along_and_nobody_else(kind
         assert await deaths(pool) <= 2
         # Whoever asks the same again is refused at once, and nothing more dies.
         before = await deaths(pool)
-        again = await asyncio.wait_for(pool.ask(POISON), 1)
+        again = await asyncio.wait_for(pool.ask(POISON), 5)
         assert isinstance(again.error, InternalError)
         assert await deaths(pool) == before
         assert (await pool.ask(innocents(1)[0])).is_right

@@ -101,4 +101,4 @@ def test_without_a_firewall_the_router_alone_of_our_listeners_answers(tmp_path: 
             time.sleep(0.5)
         assert outsider.reachable_ports(server.address, list(expected)) == {50050}
     for one in started:
-        one.wait(timeout=10)
+        one.wait(timeout=30)

@@ -40,9 +40,9 @@ async def test_watching_a_router_shows_every_change_of_readiness(service: str) -
         seen = watch(channel, service)
         changes = [await anext(seen)]
         one = await start_replica(ReplicaConfig(routers=(pool.router.address,)))
-        changes.append(await asyncio.wait_for(anext(seen), 5))
+        changes.append(await asyncio.wait_for(anext(seen), 20))
         drain = asyncio.create_task(one.server.drain(1))
-        changes.append(await asyncio.wait_for(anext(seen), 5))
+        changes.append(await asyncio.wait_for(anext(seen), 20))
         await drain
         await one.stop()
     assert changes == [NOT_SERVING, SERVING, NOT_SERVING]
@@ -86,7 +86,7 @@ async def test_graph_readiness_is_a_service_of_its_own_on_router_and_replica() -
 
         async def reach(replica: ScriptReplica, readiness: str, expected: list[tuple[int, ...]]) -> None:
             replica.engine.knobs.readiness = readiness
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while await seen() != expected:  # noqa: ASYNC110  # it is asked for over gRPC
                     await asyncio.sleep(0.05)
 
@@ -109,11 +109,11 @@ async def test_watching_graph_readiness_shows_it_come_and_go(is_router: bool) ->
             partial, full = watch(channel, GRAPHS[0]), watch(channel, GRAPHS[1])
             changes = [await anext(partial), await anext(full)]
             one.engine.knobs.readiness = "partial"
-            changes.append(await asyncio.wait_for(anext(partial), 5))
+            changes.append(await asyncio.wait_for(anext(partial), 20))
             one.engine.knobs.readiness = "full"
-            changes.append(await asyncio.wait_for(anext(full), 5))
+            changes.append(await asyncio.wait_for(anext(full), 20))
             drain = asyncio.create_task(one.server.drain(1))
-            changes += [await asyncio.wait_for(anext(seen), 5) for seen in (partial, full)]
+            changes += [await asyncio.wait_for(anext(seen), 20) for seen in (partial, full)]
             await drain
     assert changes == [NOT_SERVING, NOT_SERVING, SERVING, SERVING, NOT_SERVING, NOT_SERVING]
 

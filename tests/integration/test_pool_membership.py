@@ -29,7 +29,7 @@ def free_port_of(address: str) -> int:
 async def test_a_router_takes_replicas_that_do_not_announce_themselves() -> None:
     one = await start_replica()
     async with script_pool(0, router=replace(FAST, replicas=(one.server.address,))) as pool:
-        await pool.router.wait_ready(timeout_s=5)
+        await pool.router.wait_ready(timeout_s=20)
         whole = await pool.client.generate(PROMPT, max_tokens=5, seed=1)
     await one.stop()
     assert whole.token_ids == script(PROMPT, 1, 0, 5)
@@ -43,7 +43,7 @@ async def test_a_configured_replica_may_start_later_and_come_back() -> None:
         assert list(pool.states.values()) == [control_pb2.REPLICA_STATE_STARTING]
         for _ in range(2):
             one = await start_replica(ReplicaConfig(listen=address))
-            await pool.router.wait_ready(timeout_s=5)
+            await pool.router.wait_ready(timeout_s=20)
             assert (await pool.client.generate(PROMPT, max_tokens=2)).token_ids
             await one.stop()
             await until(lambda: pool.num_ready == 0)
@@ -55,7 +55,7 @@ async def test_a_replica_that_is_both_configured_and_announced_counts_once() -> 
         0, router=replace(FAST, replicas=(f"localhost:{free_port_of(one.server.address)}",))
     ) as pool:
         one.server.announce_to([pool.router.address])
-        await pool.router.wait_ready(timeout_s=5)
+        await pool.router.wait_ready(timeout_s=20)
         await asyncio.sleep(0.5)
         assert len(pool.router.pool.loads()) == 1
         assert (await pool.client.generate(PROMPT, max_tokens=2)).token_ids
@@ -66,7 +66,7 @@ async def test_two_routers_share_a_replica_and_see_each_others_load() -> None:
     async with script_pool(2, knobs=ScriptKnobs(step_s=0.01)) as first, script_pool(0) as second:
         for one in first.replicas:
             one.server.announce_to([first.router.address, second.router.address])
-        await second.router.wait_ready(2, timeout_s=5)
+        await second.router.wait_ready(2, timeout_s=20)
         stream = first.client.stream(PROMPT, max_tokens=3000)
         await anext(stream)
         busy = next(load.replica for load in first.router.pool.loads() if load.router_streams)
@@ -118,7 +118,7 @@ async def test_a_replica_announces_to_routers_that_start_after_it() -> None:
     one = await start_replica(ReplicaConfig(routers=(address,), announce_period_s=0.2))
     late = RouterServer(replace(FAST, listen=address))
     await late.start()
-    await late.wait_ready(timeout_s=5)
+    await late.wait_ready(timeout_s=20)
     await one.stop()
     await late.stop()
 
@@ -192,7 +192,7 @@ async def test_a_peer_that_floods_a_router_with_pings_is_cut_off() -> None:
             call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             await call.read()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await asyncio.wait_for(call.read(), 5)
+                await asyncio.wait_for(call.read(), 20)
         pool.replicas[0].engine.knobs.is_hanging = False
         assert (await patient).token_ids == script(PROMPT, 1, 0, 3)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

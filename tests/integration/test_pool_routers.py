@@ -36,7 +36,7 @@ async def two_routers(step_s: float = 0.005) -> AsyncIterator[tuple[ScriptPool, 
     async with script_pool(1, knobs=ScriptKnobs(step_s=step_s)) as first, script_pool(0) as second:
         (one,) = first.replicas
         one.server.announce_to((first.router.address, second.router.address))
-        await second.router.wait_ready(timeout_s=5)
+        await second.router.wait_ready(timeout_s=20)
         yield first, second, one
 
 
@@ -61,7 +61,7 @@ async def test_what_a_router_sends_before_it_knows_that_it_is_left_is_served_els
 ) -> None:
     async with two_routers() as (first, second, one):
         other = await start_replica(replace(one.server._config, routers=(first.router.address,)))
-        await first.router.wait_ready(2, timeout_s=5)
+        await first.router.wait_ready(2, timeout_s=20)
         monkeypatch.setattr(session.AttachSession, "_state_changed", lambda _: None)  # the news is lost on its way
         one.server.announce_to((second.router.address,))
         await asyncio.sleep(0.2)
@@ -203,7 +203,7 @@ async def test_a_router_that_does_not_answer_keeps_no_replica_from_its_work_for_
                 config = ReplicaConfig(routers=(pool.router.address, f"127.0.0.1:{port}"))
                 replica = await start_replica(config)
                 took_s[port] = time.monotonic() - began_s
-                await pool.router.wait_ready(1, timeout_s=5)
+                await pool.router.wait_ready(1, timeout_s=20)
                 await replica.stop()
                 await until(lambda: pool.num_ready == 0, 5)
         assert took_s[closed_port] < HEARD_WITHIN_S

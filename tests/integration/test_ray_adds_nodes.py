@@ -184,5 +184,5 @@ def test_load_brings_a_node_and_its_end_takes_it_away(cluster: Autoscaled) -> No
     )
     cluster.wait_for(2)
     cluster.machine.shell("kill -9 $(cat load.pid)")
-    load.wait(timeout=10)
+    load.wait(timeout=30)
     cluster.wait_for(1)

@@ -167,7 +167,7 @@ def test_the_stream_of_a_killed_worker_waits_for_a_new_one_at_its_address_and_it
             stream = client.stream(PROMPT, max_tokens=48, **options)  # type: ignore[arg-type]
             received = list(next(stream).token_ids)
             worker.process.kill()
-            worker.process.wait(10)
+            worker.process.wait(30)
         with pytest.raises(Unavailable):
             client.generate(PROMPT, max_tokens=16, **options)  # type: ignore[arg-type]
         with real_worker(router, port=int(worker.address.rpartition(":")[2])) as fresh:

@@ -36,7 +36,7 @@ def folder_of(raylet: psutil.Process) -> Path:
 
 
 def left_of(processes: list[psutil.Process]) -> list[str]:
-    _, left = psutil.wait_procs(processes, timeout=10)
+    _, left = psutil.wait_procs(processes, timeout=30)
     return [process.name() for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -50,7 +50,7 @@ class Served:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    _, left = psutil.wait_procs(processes, timeout=10)
+    _, left = psutil.wait_procs(processes, timeout=30)
     return [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -127,7 +127,7 @@ async def test_a_process_dies_as_it_is_told_to(request_: fault_pb2.InjectRequest
             await stub.Inject(request_)
         with pytest.raises(CallError):
             await client.generate(PROMPT, max_tokens=100)
-        assert await asyncio.wait_for(process.process.wait(), 5) == exit_code
+        assert await asyncio.wait_for(process.process.wait(), 20) == exit_code
 
 
 async def test_a_blocked_event_loop_answers_nothing_and_then_goes_on() -> None:

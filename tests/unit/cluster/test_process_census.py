@@ -58,7 +58,7 @@ def test_an_orphan_that_was_seen_is_still_found_and_ended(family: tuple[psutil.P
     census = ProcessCensus(marked)
     census.observe()
     parent.kill()
-    psutil.wait_procs([parent], timeout=5)
+    psutil.wait_procs([parent], timeout=20)
     assert census.alive() == [child]
     expected = described(child)
     assert census.end(grace_s=0.2) == [expected]
@@ -82,7 +82,7 @@ from cluster.process_census import end_all_descendants
 parent = subprocess.Popen([sys.executable, "-c", {PARENT!r}], stdout=subprocess.PIPE, text=True)
 family = [psutil.Process(parent.pid), psutil.Process(int(parent.stdout.readline()))]
 end_all_descendants()
-_, alive = psutil.wait_procs(family, timeout=5)
+_, alive = psutil.wait_procs(family, timeout=20)
 sys.exit(len([process for process in alive if process.status() != psutil.STATUS_ZOMBIE]))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=30, check=False)

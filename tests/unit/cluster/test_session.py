@@ -40,11 +40,11 @@ async def test_an_answer_whose_end_could_not_be_sent_is_forgotten_with_its_route
     context: Any = StuckContext(submit)
     session = AttachSession(one.server._backend, ReplicaConfig(), replica_pb2.ReplicaHello())
     run = asyncio.create_task(session.run(context))
-    await asyncio.wait_for(context.is_stuck.wait(), 5)
+    await asyncio.wait_for(context.is_stuck.wait(), 20)
     assert one.server.num_live == 1
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
     assert one.server.num_live == 0
     # Nobody waits for it: with the answer still on the books a drain would take all of its grace.
-    await asyncio.wait_for(one.server.drain(30), 5)
+    await asyncio.wait_for(one.server.drain(60), 20)
     await one.stop()

@@ -306,10 +306,10 @@ def test_the_thread_waits_until_a_trial_is_known_of() -> None:
     thread = EngineThread(engine, sink)
     try:
         thread.submit(request(is_trial=True))
-        assert begun.wait(5)
+        assert begun.wait(20)
         assert not ended.wait(0.1)
         assert not runner.batches
         seen[0].set()
-        assert ended.wait(5)
+        assert ended.wait(20)
     finally:
         thread.stop()

@@ -124,7 +124,7 @@ def test_s8_the_limits_leave_real_chats_alone() -> None:
     template = ChatTemplate(CHATML, {})
     started_s = time.monotonic()
     assert template.render(chat).count("<|im_start|>") == 2001
-    assert time.monotonic() - started_s < 1
+    assert time.monotonic() - started_s < 5
 
 
 def test_s8_loop_variables_work_as_before() -> None:

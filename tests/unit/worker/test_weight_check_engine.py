@@ -146,7 +146,7 @@ def living() -> Iterator[Living]:
 def test_an_idle_engine_ends_when_a_bit_has_flipped_and_says_why(living: Living) -> None:
     living.thread.submit(request("first"))
     wait_until(lambda: living.thread.load().weights.passes > 1)
-    assert living.thread.load().weights.age_s < 1
+    wait_until(lambda: living.thread.load().weights.age_s < 1)
     living.faults.flip_weight("layers.1.down_weight", 77)
     wait_until(lambda: living.deaths)
     assert isinstance(living.deaths[0], WeightsCorrupted)
