@@ -11,11 +11,12 @@ import typer
 from cluster.cli import sampling
 from cluster.cli import security_options as security
 from cluster.cli.admission_options import Criticality, CriticalityName
-from cluster.cli.options import DEFAULT_ADDRESS, Addresses, TimeoutS
+from cluster.cli.json_answer import print_json
+from cluster.cli.options import DEFAULT_ADDRESS, Addresses, AskedModel, TimeoutS
 from cluster.cli.running import one_sentence_errors
 
 if TYPE_CHECKING:
-    from cluster.client import GraphpoolClient
+    from cluster.client import AnswerStream, GraphpoolClient
     from protos.control_pb2 import ModelInfo
 
 MODEL_TIMEOUT_S = 10.0
@@ -26,8 +27,12 @@ def chat(
     message: Annotated[
         str | None, typer.Argument(help="Answer this and end; - reads it from stdin. Without it: a conversation.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object at the end: text, token ids, usage, timings, execution.")
+    ] = False,
     system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
     address: Addresses = DEFAULT_ADDRESS,
+    model: AskedModel = "",
     token_file: security.TokenFile = None,
     tls_ca: security.TlsCa = None,
     tls_cert: security.TlsCert = None,
@@ -48,11 +53,16 @@ def chat(
     presence_penalty: sampling.PresencePenalty = None,
     frequency_penalty: sampling.FrequencyPenalty = None,
     repetition_penalty: sampling.RepetitionPenalty = None,
+    choices: sampling.NumChoices = None,
+    logprobs: sampling.Logprobs = None,
 ) -> None:
     """Talk with the model: with a message, one answer; without, a conversation that remembers.
 
     The answer shows as it is made.
     """
+    if as_json and message is None:
+        raise typer.BadParameter("--json is for a single message")
+    sampling.refuse_what_only_json_shows(as_json=as_json, choices=choices, logprobs=logprobs)
     options = sampling.sampling_values(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -67,6 +77,8 @@ def chat(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty,
+        n=choices,
+        logprobs=logprobs,
     )
     with one_sentence_errors():
         from cluster.client import GraphpoolClient
@@ -76,11 +88,11 @@ def chat(
         )
         config = replace(config, criticality=criticality.value)
         with GraphpoolClient(address, config) as client:
-            conversation = Conversation(client, system, timeout_s, options)
+            conversation = Conversation(client, system, timeout_s, {"model": model, **options})
             if message is None:
                 _talk(conversation)
             else:
-                conversation.say(sys.stdin.read() if message == "-" else message)
+                conversation.say(sys.stdin.read() if message == "-" else message, as_json=as_json)
 
 
 class Conversation:
@@ -97,27 +109,32 @@ class Conversation:
 
     def model(self) -> ModelInfo:
         """What is talked with; also finds out early when nothing answers."""
-        return self._client.model_info(timeout_s=MODEL_TIMEOUT_S)
+        return self._client.model_info(self._options["model"], timeout_s=MODEL_TIMEOUT_S)
 
     def begin_again(self) -> None:
         """Forget all but the system message."""
         self._messages = list(self._beginning)
 
-    def say(self, text: str) -> None:
-        """Send a message and show the answer as it comes."""
-        from cluster.cli.terminal import write
-
+    def say(self, text: str, *, as_json: bool = False) -> None:
+        """Send a message and show the answer, as it comes or as one JSON object."""
         messages = [*self._messages, ("user", text)]
-        parts: list[str] = []
-        try:
-            with self._client.chat_stream(messages, timeout_s=self._timeout_s, **self._options) as answer:
-                for piece in answer:
-                    parts.append(piece.text)
-                    write(piece.text)
-        finally:
-            if parts:
-                write("\n")
-        self._messages = [*messages, ("assistant", "".join(parts))]
+        with self._client.chat_stream(messages, timeout_s=self._timeout_s, **self._options) as answer:
+            said = print_json(answer) if as_json else _show(answer)
+        self._messages = [*messages, ("assistant", said)]
+
+
+def _show(answer: AnswerStream) -> str:
+    from cluster.cli.terminal import write
+
+    parts: list[str] = []
+    try:
+        for piece in answer:
+            parts.append(piece.text)
+            write(piece.text)
+    finally:
+        if parts:
+            write("\n")
+    return "".join(parts)
 
 
 def _talk(conversation: Conversation) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,8 @@ import typer
 from cluster.cli import sampling
 from cluster.cli import security_options as security
 from cluster.cli.admission_options import Criticality, CriticalityName
-from cluster.cli.options import DEFAULT_ADDRESS, Addresses, TimeoutS, integers
+from cluster.cli.json_answer import print_json
+from cluster.cli.options import DEFAULT_ADDRESS, Addresses, AskedModel, TimeoutS, integers
 from cluster.cli.running import one_sentence_errors
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def generate(
         bool, typer.Option("--json", help="One JSON object at the end: text, token ids, usage, timings, execution.")
     ] = False,
     address: Addresses = DEFAULT_ADDRESS,
+    model: AskedModel = "",
     token_file: security.TokenFile = None,
     tls_ca: security.TlsCa = None,
     tls_cert: security.TlsCert = None,
@@ -48,6 +49,8 @@ def generate(
     presence_penalty: sampling.PresencePenalty = None,
     frequency_penalty: sampling.FrequencyPenalty = None,
     repetition_penalty: sampling.RepetitionPenalty = None,
+    choices: sampling.NumChoices = None,
+    logprobs: sampling.Logprobs = None,
 ) -> None:
     """Continue a prompt; the answer shows as it is made. With --token-ids, token ids show instead of text.
 
@@ -55,6 +58,7 @@ def generate(
     """
     if (prompt is None) == (token_ids is None):
         raise typer.BadParameter("give either a text or --token-ids")
+    sampling.refuse_what_only_json_shows(as_json=as_json, choices=choices, logprobs=logprobs)
     options = sampling.sampling_values(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -69,6 +73,8 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty,
+        n=choices,
+        logprobs=logprobs,
     )
     source = integers(token_ids) if token_ids is not None else sys.stdin.read() if prompt == "-" else prompt or ""
     with one_sentence_errors():
@@ -80,10 +86,10 @@ def generate(
         config = replace(config, criticality=criticality.value)
         with (
             GraphpoolClient(address, config) as client,
-            client.stream(source, timeout_s=timeout_s, **options) as answer,
+            client.stream(source, model=model, timeout_s=timeout_s, **options) as answer,
         ):
             if as_json:
-                _print_json(answer)
+                print_json(answer)
             else:
                 _print_pieces(answer, as_ids=token_ids is not None)
 
@@ -99,9 +105,3 @@ def _print_pieces(answer: AnswerStream, *, as_ids: bool) -> None:
             write(separator + ",".join(map(str, piece.token_ids)))
             separator = ","
     write("\n")
-
-
-def _print_json(answer: AnswerStream) -> None:
-    from cluster.cli.answer_values import answer_values
-
-    typer.echo(json.dumps(answer_values(list(answer)), ensure_ascii=False))

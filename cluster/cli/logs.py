@@ -12,6 +12,7 @@ from typing import TextIO
 
 MAX_LINES = 1000
 FLUSH_S = 0.5
+OUR_PACKAGES = ("cluster", "worker")
 
 
 class DetachedHandler(logging.Handler):
@@ -47,8 +48,19 @@ class DetachedHandler(logging.Handler):
 
 
 def log_to_stderr(level: int = logging.WARNING) -> None:
-    """Unless the process has set up its logging already."""
+    """Our own lines from `level` on, others' from WARNING on; unless the process has set up its logging already."""
     root = logging.getLogger()
     if not root.handlers:
-        root.addHandler(DetachedHandler(sys.stderr))
-        root.setLevel(level)
+        handler = DetachedHandler(sys.stderr)
+        handler.setFormatter(line_format())
+        root.addHandler(handler)
+        root.setLevel(logging.WARNING)
+        for package in OUR_PACKAGES:
+            logging.getLogger(package).setLevel(level)
+
+
+def line_format() -> logging.Formatter:
+    """`2026-11-30T08:15:00.123Z WARNING cluster.router.link: replica-1 makes no progress`, in UTC."""
+    made = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+    made.converter = time.gmtime
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from cluster.config import MAX_TIMEOUT_S
 
 MODEL, SHAPES, ENGINE, NETWORK, SAMPLING = "Model", "Shapes", "Engine", "Network", "Sampling"
 DEFAULT_PORT = 50050
+LOG_LEVEL_VARIABLE = "GRAPHPOOL_LOG_LEVEL"
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
@@ -46,6 +48,20 @@ class Graphs(StrEnum):
     AUTO = "auto"
     OFF = "off"
     FAKE = "fake"
+
+
+class LogLevel(StrEnum):
+    """From which weight on a line is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+    @property
+    def number(self) -> int:
+        """What `logging` calls it."""
+        return logging.getLevelNamesMapping()[self.name]
 
 
 def integers(text: str) -> list[int]:
@@ -205,6 +221,9 @@ Addresses = Annotated[
         rich_help_panel=NETWORK,
     ),
 ]
+AskedModel = Annotated[
+    str, typer.Option("--model", help="Which model, where the router serves several.", rich_help_panel=NETWORK)
+]
 Host = Annotated[str, typer.Option(help="Address to bind.", rich_help_panel=NETWORK)]
 Insecure = Annotated[
     bool,
@@ -233,6 +252,15 @@ MetricsPort = Annotated[
 ]
 MaxStreams = Annotated[
     int, typer.Option(min=1, help="Requests answered at the same time; more are refused.", rich_help_panel=NETWORK)
+]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option(
+        "--log-level",
+        envvar=LOG_LEVEL_VARIABLE,
+        help="What is logged on stderr of our own doing; other libraries' lines from warning on.",
+        rich_help_panel=NETWORK,
+    ),
 ]
 TimeoutS = Annotated[
     float | None,

@@ -11,7 +11,7 @@ from cluster.cli import admission_options as admission
 from cluster.cli import options
 from cluster.cli import security_options as security
 from cluster.cli.admission_options import PolicyName
-from cluster.cli.options import NETWORK
+from cluster.cli.options import NETWORK, LogLevel
 from cluster.cli.running import run_until_stopped, usage_errors
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def router(
         ),
     ] = True,
     insecure: options.Insecure = False,
+    log_level: options.LogLevelOption = LogLevel.INFO,
 ) -> None:
     """Run a router alone: it spreads requests over the replicas given here and those that announce themselves to it.
 
@@ -88,7 +89,7 @@ def router(
             max_wait_s=max_wait_s,
             split_quotas=split_quotas,
         )
-    run_until_stopped(lambda: _serve(config, drain_s))
+    run_until_stopped(lambda: _serve(config, drain_s), log_level=log_level.number)
 
 
 async def _serve(config: RouterConfig, drain_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import typer
 
 from cluster.cli.logs import log_to_stderr
+from cluster.cli.unreachable import why_unreachable
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,7 +59,7 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(FAILED)
 
 
-def run_until_stopped(service: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run_until_stopped(service: Callable[[], Coroutine[Any, Any, None]], *, log_level: int = logging.WARNING) -> None:
     """Run a service until it ends or a signal asks it to: the first one cancels it, a second one kills what is left.
 
     Signals that come together are one: `timeout` sends its signal twice, and whoever wraps a command passes on a Ctrl-C
@@ -66,7 +68,7 @@ def run_until_stopped(service: Callable[[], Coroutine[Any, Any, None]]) -> None:
     from cluster.security.core_dumps import refuse_core_dumps
 
     refuse_core_dumps()
-    log_to_stderr()
+    log_to_stderr(log_level)
     with one_sentence_errors():
         from cluster.tracing import configure_tracing
 
@@ -136,8 +138,10 @@ def _status(error: BaseException) -> tuple[str, str] | None:
 
 
 def _of_status(code: str, details: str) -> str:
-    if code == "UNAVAILABLE" and "failed to connect" in details.lower():
-        return "nothing answers at that address: is `graphpool serve` running, and on that port?"
+    if code == "UNAVAILABLE" and (reason := why_unreachable(details)):
+        return reason
+    if code == "DEADLINE_EXCEEDED" and details in ("", "Deadline Exceeded"):
+        return "no whole answer came in time (DEADLINE_EXCEEDED)"
     return f"{_first_line(details) or 'the call failed'} ({code})"
 
 

@@ -29,6 +29,19 @@ PresencePenalty = Annotated[float | None, _option("-2 to 2: against tokens that 
 FrequencyPenalty = Annotated[float | None, _option("-2 to 2: against tokens, for each time they occurred.")]
 RepetitionPenalty = Annotated[float | None, _option("Over 1: against tokens of prompt and answer.")]
 
+NumChoices = Annotated[
+    int | None, _option("Answers to make of the one prompt; with --json, which shows all of them.", "--choices")
+]
+Logprobs = Annotated[
+    int | None, _option("Log-probability of each token, and this many likeliest in its place; with --json.")
+]
+
+
+def refuse_what_only_json_shows(*, as_json: bool, choices: int | None, logprobs: int | None) -> None:
+    """Raise BadParameter for options whose effect would be computed and never seen."""
+    if not as_json and (choices, logprobs) != (None, None):
+        raise typer.BadParameter("--choices and --logprobs show with --json alone")
+
 
 def sampling_values(
     *, stop: list[str] | None, stop_token_ids: str | None, ignore_eos: bool, **scalars: Any

@@ -11,7 +11,7 @@ from cluster.cli import admission_options as admission
 from cluster.cli import options
 from cluster.cli import security_options as security
 from cluster.cli.admission_options import PolicyName
-from cluster.cli.options import Device, Dtype, Graphs, LoadFormat
+from cluster.cli.options import Device, Dtype, Graphs, LoadFormat, LogLevel
 from cluster.cli.running import run_until_stopped, usage_errors
 from cluster.cli.worker_options import worker_config
 
@@ -69,6 +69,7 @@ def serve(
     tokens: security.Tokens = None,
     pool_token: security.PoolToken = None,
     insecure: options.Insecure = False,
+    log_level: options.LogLevelOption = LogLevel.WARNING,
 ) -> None:
     """Serve a model from this machine: a private Ray keeps the replicas alive, a router in this process takes requests.
 
@@ -121,7 +122,7 @@ def serve(
             start_timeout_s=start_timeout_s,
             drain_timeout_s=drain_s,
         )
-    run_until_stopped(lambda: _serve(config))
+    run_until_stopped(lambda: _serve(config), log_level=log_level.number)
 
 
 async def _serve(config: LocalPoolConfig) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from cluster.cli import security_options as security
 from cluster.cli.options import DEFAULT_ADDRESS, Address
-from cluster.cli.running import fail, one_sentence_errors
+from cluster.cli.running import one_sentence_errors, sentence
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,7 +34,8 @@ def top(
 ) -> None:
     """Watch a pool: replicas and their tiers, queue, tokens/s over the last minute, share of steps from graphs.
 
-    A router that goes away is waited for. Without a terminal each reading is printed below the last one.
+    A router that goes away under way is waited for; exit code 1 when nothing answers at the beginning. Without a terminal
+    each reading is printed below the last one.
     """
     with one_sentence_errors():
         from cluster.cli.top_screen import TopScreen
@@ -52,11 +53,9 @@ def _watch(client: GraphpoolClient, screen: TopScreen, period_s: float, rounds: 
     from rich.live import Live
 
     console = Console(highlight=False)
-    done = 0
+    shown, done = screen.show(client.status(timeout_s=CALL_TIMEOUT_S)), 1
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
-            shown = _read(client, screen)
-            done += 1
             if console.is_terminal:
                 live.update(shown, refresh=True)
             else:
@@ -64,8 +63,7 @@ def _watch(client: GraphpoolClient, screen: TopScreen, period_s: float, rounds: 
             if done == rounds:
                 break
             time.sleep(period_s)
-    if not screen.has_answered:
-        fail(f"nothing answers at {screen.address}")
+            shown, done = _read(client, screen), done + 1
 
 
 def _read(client: GraphpoolClient, screen: TopScreen) -> RenderableType:
@@ -74,4 +72,4 @@ def _read(client: GraphpoolClient, screen: TopScreen) -> RenderableType:
     try:
         return screen.show(client.status(timeout_s=CALL_TIMEOUT_S))
     except CallError as error:
-        return screen.show_error(str(error))
+        return screen.show_error(sentence(error))

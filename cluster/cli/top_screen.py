@@ -20,13 +20,11 @@ class TopScreen:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.has_answered = False
         self._rates: deque[float] = deque(maxlen=HISTORY)
         self._last: PoolStatus | None = None
 
     def show(self, pool: PoolStatus) -> RenderableType:
         """The screen for a new reading."""
-        self.has_answered = True
         self._last = pool
         totals = PoolTotals.of(pool.replicas)
         self._rates.append(totals.tokens_per_s)

@@ -9,7 +9,7 @@ import typer
 
 from cluster.cli import options
 from cluster.cli import security_options as security
-from cluster.cli.options import NETWORK, Device, Dtype, Graphs, LoadFormat
+from cluster.cli.options import NETWORK, Device, Dtype, Graphs, LoadFormat, LogLevel
 from cluster.cli.running import run_until_stopped, usage_errors
 from cluster.cli.worker_options import worker_config
 
@@ -62,6 +62,7 @@ def worker(
     tokens: security.Tokens = None,
     pool_token: security.PoolToken = None,
     insecure: options.Insecure = False,
+    log_level: options.LogLevelOption = LogLevel.WARNING,
     enable_fault_injection: Annotated[
         bool,
         typer.Option(
@@ -116,7 +117,7 @@ def worker(
             max_flush_interval_ms=max(64.0, flush_ms),
             enable_fault_injection=enable_fault_injection,
         )
-    run_until_stopped(lambda: _serve(engine, config, drain_s))
+    run_until_stopped(lambda: _serve(engine, config, drain_s), log_level=log_level.number)
 
 
 async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) -> None:

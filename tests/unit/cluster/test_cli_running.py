@@ -62,7 +62,7 @@ class FailedCall(grpc.RpcError):
 def test_a_stop_signal_lets_the_service_clean_up_and_ends_it_with_success(number: signal.Signals) -> None:
     process = started(cleanup_s=0.1)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=30)
     assert (output, process.returncode) == ("clean\n", 0)
 
 
@@ -72,7 +72,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.terminate()
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=30)
     assert (output, process.returncode) == ("clean\n", 0)
 
 
@@ -81,7 +81,7 @@ def test_a_second_signal_does_not_wait_for_the_clean_up_and_says_so() -> None:
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    output, said = process.communicate(timeout=10)
+    output, said = process.communicate(timeout=30)
     assert (output, process.returncode) == ("", 130)
     assert said.splitlines()[-1] == "ended at once: what was still running is lost"
 
@@ -91,13 +91,13 @@ def test_signals_that_come_together_are_one() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
         process.send_signal(number)
         time.sleep(0.005)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=30)
     assert (output, process.returncode) == ("clean\n", 0)
 
 
 def test_a_command_under_timeout_ends_in_order() -> None:
     process = started(0.3, "timeout", "1")
-    output, said = process.communicate(timeout=20)
+    output, said = process.communicate(timeout=30)
     assert output == "clean\n", said
 
 
@@ -143,8 +143,19 @@ def test_a_service_that_fails_ends_with_its_sentence(capsys: pytest.CaptureFixtu
         (OSError("port 50050 is taken"), "port 50050 is taken"),
         (FailedCall(grpc.StatusCode.NOT_FOUND, "no such model"), "no such model (NOT_FOUND)"),
         (
-            FailedCall(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: x"),
+            FailedCall(
+                grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: x: Connection refused"
+            ),
             "nothing answers at that address: is `graphpool serve` running, and on that port?",
+        ),
+        (
+            FailedCall(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: no route to host"),
+            "no connection to that address comes about: no route to host",
+        ),
+        (FailedCall(grpc.StatusCode.UNAVAILABLE, "no replica is ready"), "no replica is ready (UNAVAILABLE)"),
+        (
+            FailedCall(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"),
+            "no whole answer came in time (DEADLINE_EXCEEDED)",
         ),
         (
             ZeroDivisionError("division by zero"),
@@ -165,5 +176,5 @@ def test_a_reader_that_went_away_is_no_traceback() -> None:
     os.close(write_end)
     os.read(read_end, 10)
     os.close(read_end)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=30)
     assert "BrokenPipe" not in errors
