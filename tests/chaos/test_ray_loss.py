@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
 from collections.abc import Iterator
@@ -32,9 +33,7 @@ class Served:
 
     def kill(self, words: str) -> list[psutil.Process]:
         """SIGKILL to every descendant whose command line says that; returns them."""
-        found = [
-            process for process in self.process.children(recursive=True) if words in " ".join(process.cmdline()[:2])
-        ]
+        found = [process for process in self.process.children(recursive=True) if words in _title(process)]
         for process in found:
             process.kill()
         return found
@@ -56,6 +55,13 @@ class Served:
     def incarnations(self) -> set[str]:
         with GraphpoolClient(self.address) as client:
             return {load.incarnation for load in client.loads(timeout_s=5) if load.state == READY}
+
+
+def _title(process: psutil.Process) -> str:
+    """Nothing, of one that has ended."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline()[:2])
+    return ""
 
 
 @pytest.fixture(scope="module")

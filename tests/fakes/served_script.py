@@ -79,7 +79,7 @@ class ServedPool:
         config = PoolConfig(replica=replica, num_replicas=num_replicas, scaling=scaling, surge=surge)
         await self.ray.call(deploy_script, config, knobs, drain_timeout_s, num_cpus)
 
-    async def running(self, num_replicas: int, timeout_s: float = 60.0) -> None:
+    async def running(self, num_replicas: int, timeout_s: float = 120.0) -> None:
         """Until so many replicas take requests, and Serve knows it."""
         async with asyncio.timeout(timeout_s):
             while len(self.ready) != num_replicas or not await self.ray.call(is_running):  # noqa: ASYNC110

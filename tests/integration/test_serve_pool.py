@@ -42,10 +42,10 @@ class Served:
     def process_of(self, replica: control_pb2.ReplicaLoad) -> psutil.Process:
         port = int(replica.address.rpartition(":")[2])
         for process in self.process.children(recursive=True):
-            if any(
-                link.status == psutil.CONN_LISTEN and link.laddr.port == port for link in process.net_connections("tcp")
-            ):
-                return process
+            with contextlib.suppress(psutil.Error):
+                links = process.net_connections("tcp")
+                if any(link.status == psutil.CONN_LISTEN and link.laddr.port == port for link in links):
+                    return process
         raise AssertionError(f"nobody listens at {replica.address}")
 
 

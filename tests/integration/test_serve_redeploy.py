@@ -20,15 +20,17 @@ from tests.fakes.script import script
 from tests.fakes.script_pool import script_pool
 from tests.fakes.waiting import until
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 ROUTER = RouterConfig(
-    wait_for_replica_s=60.0, wait_to_resume_s=30.0, announce_period_s=0.2, reconnect_max_s=0.5, canary_timeout_s=10.0
+    wait_for_replica_s=120.0, wait_to_resume_s=60.0, announce_period_s=0.2, reconnect_max_s=0.5, canary_timeout_s=10.0
 )
 SCALING = ScalingConfig(min_replicas=1, max_replicas=3, decide_every_s=0.5, down_after_s=120.0)
 KNOBS: dict[str, Any] = {"step_s": 0.02, "max_rows": 4}
 SETTLED_S = 3.0
 """Serve has looked at a changed config many times within it."""
+WAIT_S = 120.0
+"""For replicas to come or go on a machine that others use too."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ async def test_another_number_and_scaling_leave_running_replicas_alone(pool: Ser
     clients = Clients(pool, 4)
 
     await pool.deploy(num_replicas=3, **KNOBS)
-    await until(lambda: len(pool.ready) == 3, 60)
+    await until(lambda: len(pool.ready) == 3, WAIT_S)
     assert first < incarnations(pool)
 
     three = incarnations(pool)
@@ -102,12 +104,12 @@ async def test_another_number_and_scaling_leave_running_replicas_alone(pool: Ser
     assert incarnations(pool) == three, "a pool that runs is scaled from what it has"
 
     await pool.deploy(num_replicas=2, drain_timeout_s=9.0, **KNOBS)
-    await until(lambda: len(pool.ready) == 2, 60)
+    await until(lambda: len(pool.ready) == 2, WAIT_S)
     two = incarnations(pool)
     assert two < three
 
     await pool.deploy(num_replicas=1, drain_timeout_s=9.0, **KNOBS)
-    await until(lambda: len(pool.ready) == 1, 60)
+    await until(lambda: len(pool.ready) == 1, WAIT_S)
     await asyncio.sleep(SETTLED_S)
     assert incarnations(pool) < two
     await clients.end()
@@ -118,7 +120,7 @@ async def test_what_replicas_are_made_of_replaces_them_one_after_the_other(pool:
     first = await deployed(pool, 2)
     clients = Clients(pool, 4)
     await pool.deploy(num_replicas=2, **KNOBS, max_waiting=100)
-    await until(partial(is_whole, pool, 2, first), 90)
+    await until(partial(is_whole, pool, 2, first), WAIT_S)
     await clients.end()
     assert clients.least_ready == 1
 
@@ -129,7 +131,7 @@ async def test_with_room_for_it_a_successor_is_ready_before_the_old_one_goes(poo
     names = set(pool.ready)
     for turn in range(3):
         await pool.deploy(num_replicas=1, surge=None, **KNOBS, max_waiting=100 + turn)
-        await until(partial(is_whole, pool, 1, before), 60)
+        await until(partial(is_whole, pool, 1, before), WAIT_S)
         before = incarnations(pool)
         names |= set(pool.ready)
     await clients.end()
@@ -144,7 +146,7 @@ async def test_a_successor_that_cannot_start_takes_no_replica_away(pool: ServedP
     await asyncio.sleep(3 * SETTLED_S)
     assert incarnations(pool) == first
     await pool.deploy(surge=True, **KNOBS, max_waiting=100)
-    await until(partial(is_whole, pool, 1, first), 60)
+    await until(partial(is_whole, pool, 1, first), WAIT_S)
     await clients.end()
     assert clients.least_ready == 1
 
@@ -156,7 +158,7 @@ async def test_without_room_the_old_replica_goes_first_and_requests_wait(pool: S
     await asyncio.sleep(SETTLED_S)
     assert incarnations(pool) == first, "its successor waits for a place, as it was told to"
     await pool.deploy(surge=None, num_cpus=1.2, **KNOBS, max_waiting=101)
-    await until(partial(is_whole, pool, 1, first), 60)
+    await until(partial(is_whole, pool, 1, first), WAIT_S)
     await clients.end()
     assert clients.least_ready == 0
 
@@ -165,14 +167,14 @@ async def test_a_replica_that_comes_later_takes_no_name_from_one_that_runs(pool:
     first = await deployed(pool, 1, surge=True)
     clients = Clients(pool, 2)
     await pool.deploy(surge=True, **KNOBS, max_waiting=100)
-    await until(partial(is_whole, pool, 1, first), 60)
+    await until(partial(is_whole, pool, 1, first), WAIT_S)
     (name,) = pool.ready
     second = incarnations(pool)
     assert name == "replica-1", "its rank was that, beside the old one; now it has the old one's"
     await asyncio.sleep(SETTLED_S)
 
     await pool.deploy(num_replicas=2, surge=True, **KNOBS, max_waiting=100)
-    await until(lambda: len(pool.ready) == 2, 60)
+    await until(lambda: len(pool.ready) == 2, WAIT_S)
     assert second < incarnations(pool)
     assert set(pool.ready) == {"replica-0", "replica-1"}
     await clients.end()
@@ -192,12 +194,12 @@ async def test_a_config_file_is_applied_as_a_program_does(pool: ServedPool) -> N
         assert incarnations(pool) == first
 
     await pool.ray.call(apply_config, {**values, "num_replicas": 3})
-    await until(lambda: len(pool.ready) == 3, 60)
+    await until(lambda: len(pool.ready) == 3, WAIT_S)
     assert first < incarnations(pool)
 
     before = incarnations(pool)
     await pool.ray.call(apply_config, {**values, "num_replicas": 3, "knobs": {**KNOBS, "max_waiting": 100}})
-    await until(partial(is_whole, pool, 3, before), 120)
+    await until(partial(is_whole, pool, 3, before), WAIT_S)
     await clients.end()
     assert clients.least_ready >= 1
 
@@ -211,7 +213,7 @@ async def test_another_list_of_routers_leaves_replicas_and_running_answers_alone
         await pool.deploy(num_replicas=2, routers=(mine, other.router.address), **KNOBS)
         began_s = time.monotonic()
         await until(lambda: other.num_ready == 2, 20)
-        assert time.monotonic() - began_s < 3
+        assert time.monotonic() - began_s < 10
         replica = {"routers": [other.router.address], "announce_period_s": 0.2}
         values = {"num_replicas": 2, "replica": replica, "knobs": KNOBS, "surge": False, "drain_timeout_s": 20.0}
         await pool.ray.call(apply_config, values)
@@ -223,5 +225,5 @@ async def test_another_list_of_routers_leaves_replicas_and_running_answers_alone
         assert {load.incarnation for load in other.router.pool.loads()} == first
         assert (await other.client.generate(prompt, max_tokens=4, seed=2)).token_ids == script(prompt, 2, 0, 4)
         await pool.deploy(scaling=replace(SCALING, min_replicas=3), routers=(mine,), **KNOBS)
-        await until(lambda: len(pool.ready) == 3, 60)
+        await until(lambda: len(pool.ready) == 3, WAIT_S)
         assert first < incarnations(pool)

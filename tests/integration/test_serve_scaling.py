@@ -116,7 +116,7 @@ async def answers(pool: ServedPool, prompt: list[int]) -> bool:
 
 async def test_rolling_updates_lose_no_token(pool: ServedPool) -> None:
     await pool.deploy(num_replicas=2, **KNOBS)
-    await pool.running(2, WAIT_S)
+    await pool.running(2)
     load = Load(pool)
     load.grow(4)
     for turn in range(2):
@@ -133,7 +133,7 @@ def _is_whole(pool: ServedPool, count: int, gone: set[str]) -> bool:
 
 async def test_a_drain_past_its_grace_hands_its_answers_over(pool: ServedPool) -> None:
     await pool.deploy(num_replicas=2, drain_timeout_s=0.5, **KNOBS)
-    await pool.running(2, WAIT_S)
+    await pool.running(2)
     load = Load(pool)
     load.grow(4, max_tokens=400)
     await asyncio.sleep(2)
