@@ -23,13 +23,12 @@ class BuildJob:
     @classmethod
     def of(cls, compile_kernel: Callable[[], Any]) -> BuildJob:
         """What Triton has put into the closure of `compile_kernel`; LookupError if it is not there."""
-        held = inspect.getclosurevars(compile_kernel).nonlocals
-        return cls(
-            source=held["src"],
-            target=held["target"],
-            options=held["options"].__dict__,
-            env_vars=held["env_vars"],
-        )
+        try:
+            held = inspect.getclosurevars(compile_kernel).nonlocals
+            options = vars(held["options"])
+            return cls(source=held["src"], target=held["target"], options=options, env_vars=held["env_vars"])
+        except TypeError as error:  # no function, or no such options
+            raise LookupError(str(error)) from error
 
     @classmethod
     def unpickled(cls, pickled: bytes) -> BuildJob:

@@ -89,8 +89,8 @@ class BuildProcesses:
         try:
             with self._sending:
                 self._pipe.send_bytes(b"%d %b" % (number, job))
-        except (OSError, ValueError) as error:
-            self._jobs.answer(number, f"it could not be sent: {error}")
+        except OSError:
+            self._process.kill()  # of which the reader hears, if it has not ended by itself
 
 
 def start_build_processes() -> BuildProcesses | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -52,9 +51,10 @@ def _what_is_wrong(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(4096))
-        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        disk = os.statvfs(folder)
+        if disk.f_flag & os.ST_NOEXEC:
             return f"nothing in {folder} can be executed"
-        if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
+        if disk.f_bavail * disk.f_frsize < MIN_FREE_BYTES:
             return f"less than {MIN_FREE_BYTES >> 20} MiB are free in {folder}"
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror})"
