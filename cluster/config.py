@@ -112,6 +112,11 @@ class RouterConfig:
     """A replica that failed has a pause before its next canary: at first this long, doubled with each further failure."""
     breaker_pause_max_s: float = 30.0
     """Longest pause before a canary."""
+    place_pause_min_s: float = 2.0
+    """Where two processes in a row ended badly, on one GPU or under one name, the next waits for so long before its
+    canary, while others serve; doubled with each further one."""
+    place_pause_max_s: float = 300.0
+    """Longest such pause."""
     canary_timeout_s: float = 15.0
     """Longest time of the generation that admits a replica."""
     keepalive: Keepalive = field(default_factory=Keepalive)
@@ -134,6 +139,7 @@ class RouterConfig:
             raise ValueError(f"affinity_bound {self.affinity_bound} is under 1")
         _positive(self, "max_wait_s", "reader_timeout_s", "max_connection_age_s", "connection_grace_s")
         _positive(self, "reconnect_min_s", "reconnect_max_s", "breaker_pause_min_s", "breaker_pause_max_s")
+        _positive(self, "place_pause_min_s", "place_pause_max_s")
         _not_negative(self, "wait_for_replica_s", "wait_to_resume_s", "resume_budget")
 
 

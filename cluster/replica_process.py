@@ -12,6 +12,7 @@ from cluster.config import ReplicaConfig
 from cluster.heap import growing_heap
 from cluster.replica.events import EventFanout
 from cluster.replica.flush import FlushPolicy
+from cluster.replica.gpu import gpu_of
 from cluster.replica.server import ReplicaServer
 from cluster.replica.start_times import StartTimes
 from cluster.security.core_dumps import refuse_core_dumps
@@ -76,6 +77,7 @@ class ReplicaProcess:
             faults=faults,
             flush=FlushPolicy.at_once(),  # the engine hands tokens out at that pace already
             times=times,
+            gpu=gpu_of(built.engine.info.device),
         )
         try:
             await server.start()

@@ -429,11 +429,14 @@ class ReplicaFrame(_message.Message):
     FRAMES_HEARD_FIELD_NUMBER: _builtins.int
     NUM_ROUTERS_FIELD_NUMBER: _builtins.int
     POISONS_FIELD_NUMBER: _builtins.int
+    FAILED_WITH_FIELD_NUMBER: _builtins.int
     state: _control_pb2.ReplicaState.ValueType
     frames_heard: _builtins.int
     """RouterFrames that have arrived on this stream: a way that is cut on one side shows by it"""
     num_routers: _builtins.int
     """that are attached, this one included; with the load"""
+    failed_with: _builtins.int
+    """google.rpc.Code, with the state FAILED"""
     @_builtins.property
     def hello(self) -> Global___ReplicaHello: ...
     @_builtins.property
@@ -454,10 +457,11 @@ class ReplicaFrame(_message.Message):
         frames_heard: _builtins.int = ...,
         num_routers: _builtins.int = ...,
         poisons: _abc.Iterable[Global___PoisonVerdict] | None = ...,
+        failed_with: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "frames_heard", b"frames_heard", "hello", b"hello", "load", b"load", "num_routers", b"num_routers", "poisons", b"poisons", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "failed_with", b"failed_with", "frames_heard", b"frames_heard", "hello", b"hello", "load", b"load", "num_routers", b"num_routers", "poisons", b"poisons", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

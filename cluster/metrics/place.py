@@ -19,6 +19,7 @@ def place_families(hello: replica_pb2.ReplicaHello, times: StartTimes) -> Iterat
         "incarnation": hello.incarnation,
         "pid": str(os.getpid()),
         "device": hello.model.device,
+        "gpu": hello.gpu,
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES", "all"),
     }
     yield gauge("replica_info", "Always 1.", [(tuple(labels.values()), 1)], tuple(labels))

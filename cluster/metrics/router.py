@@ -15,6 +15,7 @@ from worker.request import Criticality
 STATES = tuple(state for state in control_pb2.ReplicaState.values() if state)
 REASONS = ("queue_full", "too_late")
 NOTHING: Mapping[tuple[str, Criticality], int] = {}
+NOWHERE: Mapping[str, int] = {}
 BREAKERS = tuple(breaker for breaker in control_pb2.Breaker.values() if breaker)
 READINESS = tuple(readiness for readiness in control_pb2.GraphReadiness.values() if readiness)
 
@@ -59,6 +60,7 @@ class RouterMetrics:
         *,
         num_trips: int = 0,
         refusals: Mapping[tuple[str, Criticality], int] = NOTHING,
+        failing: Mapping[str, int] = NOWHERE,
     ) -> Iterator[Metric]:
         """For a scrape."""
         yield plain_gauge("streams", "Requests being answered.", num_streams)
@@ -77,6 +79,8 @@ class RouterMetrics:
         yield _refusals(refusals)
         yield _breakers(loads)
         yield plain_counter("breaker_trips", "How often a replica that was in service was taken out of it.", num_trips)
+        help_text = "Processes in a row that ended badly on one GPU, or under one name; from two on."
+        yield gauge("bad_ends", help_text, (((place,), count) for place, count in failing.items()), ("place",))
         slowest = max((load.slowness for load in loads if load.state == control_pb2.REPLICA_STATE_READY), default=1.0)
         yield plain_gauge(
             "slowest_replica_ratio", "Step time of the slowest READY replica against its peers'.", slowest

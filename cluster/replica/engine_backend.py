@@ -68,6 +68,8 @@ class EngineBackend:
         self.name = ""
         self.address = ""
         self.on_engine_dead: Callable[[WorkerError], None] | None = None
+        self.failure: WorkerError | None = None
+        """What ended the engine."""
         self._texts = texts
         self._defaults = check_defaults(generation_defaults)
         self._server_info = server_info

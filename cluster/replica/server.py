@@ -55,7 +55,7 @@ class ReplicaServer:
     `events` is the sink the engine was made with. `on_failure` is called on the event loop once the engine is dead or
     stalled and its clients have been told: the process should then exit non-zero. The server does not stop the engine.
     `faults` are those the engine was made with; they are offered only if the config says so. `flush` takes the place of
-    the configured pace of messages, for an engine that keeps it itself.
+    the configured pace of messages, for an engine that keeps it itself. `gpu` is the UUID of the one it computes on.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class ReplicaServer:
         faults: Faults | None = None,
         flush: FlushPolicy | None = None,
         times: StartTimes | None = None,
+        gpu: str = "",
     ) -> None:
         self._config = config
         self._engine = engine
@@ -77,6 +78,7 @@ class ReplicaServer:
         self._on_failure = on_failure
         self._faults = faults
         self._times = times or StartTimes()
+        self._gpu = gpu
         self._started_s = time.monotonic()
         self._incarnation = create_incarnation()
         self._lifecycle = Lifecycle()
@@ -246,6 +248,7 @@ class ReplicaServer:
 
     def _fail(self, error: WorkerError) -> None:
         """The engine is gone for good: tell everyone, then the host."""
+        self._backend.failure = self._backend.failure or error
         if self._lifecycle.advance(State.FAILED):
             log.error("the engine failed: %s", type(error).__name__)
             self._backend.fail_all(error)
@@ -292,7 +295,7 @@ class ReplicaServer:
 
     def _hello(self) -> replica_pb2.ReplicaHello:
         return replica_pb2.ReplicaHello(
-            replica=self.name, incarnation=self.incarnation, model=model_to_proto(self._engine.info)
+            replica=self.name, incarnation=self.incarnation, model=model_to_proto(self._engine.info), gpu=self._gpu
         )
 
     def _announcement(self) -> replica_pb2.AnnounceRequest:

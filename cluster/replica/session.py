@@ -253,6 +253,8 @@ class AttachSession:
             self._hello = None
         if self._is_state_due:
             frame.state = self._state.value
+            if self._backend.failure is not None:
+                frame.failed_with = status.code_of(self._backend.failure).value[0]
         frame.poisons.extend(
             replica_pb2.PoisonVerdict(fingerprint=fingerprint, ttl_s=ttl_s)
             for fingerprint, ttl_s in self._verdicts.items()

@@ -21,7 +21,9 @@ class Answering:
         "_router_s",
         "_started_s",
         "_stream",
+        "crashed_in",
         "crashed_on",
+        "crashed_twice_in_one",
         "delivered",
         "has_started",
         "is_suspect",
@@ -54,6 +56,9 @@ class Answering:
         """Replicas that crashed while it was tried alone."""
         self.crashed_on: set[str] = set()
         """Incarnations that crashed while they had it."""
+        self.crashed_in: set[str] = set()
+        """The places of these, which are GPUs where they are known."""
+        self.crashed_twice_in_one = False
         self.trial_tokens = 0
         self.refused: set[str] = set()
         """Incarnations that would not take it, or not keep it."""
@@ -98,6 +103,19 @@ class Answering:
         """A replica has it now."""
         self._stream = stream
         self._placed_s = time.monotonic()
+
+    def note_crash(self, incarnation: str, place: str) -> None:
+        """A replica crashed that had it."""
+        self.crashed_twice_in_one = bool(place) and place in self.crashed_in
+        self.crashed_on.add(incarnation)
+        self.crashed_in.add(place)
+
+    def clear(self) -> None:
+        """It passed a trial: whatever crashed under it before was not its doing."""
+        self.is_suspect, self.num_lost_trials = False, 0
+        self.crashed_twice_in_one = False
+        self.crashed_on.clear()
+        self.crashed_in.clear()
 
     def fail(self, error: Exception) -> None:
         """End it, wherever it is."""

@@ -121,6 +121,10 @@ class Breaker:
         if self._state is BreakerState.CLOSED:
             self._state = BreakerState.HALF_OPEN
 
+    def hold(self) -> None:
+        """Place nothing there until `probing`, for a reason that is not its own."""
+        self._state = BreakerState.OPEN
+
     def probing(self) -> None:
         """The pause is over and a canary is on its way."""
         self._state = BreakerState.HALF_OPEN

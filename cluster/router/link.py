@@ -13,25 +13,27 @@ import grpc
 
 from cluster.codec import AnyRequest
 from cluster.config import RouterConfig
-from cluster.criticality import criticality_to_proto, current_criticality, use_criticality
-from cluster.errors import CanaryFailed, ReplicaLost
+from cluster.criticality import criticality_to_proto, current_criticality
+from cluster.errors import ReplicaLost
 from cluster.router.admission import Room, rows_of
 from cluster.router.breaker import BreakerState
 from cluster.router.connection import Connection
 from cluster.router.jitter import Jitter
-from cluster.router.loss import LossKind, Verdict, how_it_failed, judge, trial_shares
+from cluster.router.loss import HOW, LossKind, Verdict, how_it_failed, judge, trial_shares
+from cluster.router.places import Places
 from cluster.router.policies import Candidate
 from cluster.router.quarantine import Quarantine
+from cluster.router.readmission import Readmission
 from cluster.router.stream import LinkStream
 from cluster.router.vitals import BROKEN, Vitals
 from cluster.waiting import happens_within
 from protos import control_pb2, generation_pb2, replica_pb2
-from worker.request import Criticality
 
 JITTER = 0.2
 LEFT_FAILURES = 16
 """As many failed connections in a row does one count for that a replica ended in order."""
 
+MAX_GPU_CHARS = 128
 TRIAL_PHASES = (replica_pb2.STREAM_PHASE_TRIAL_BEGAN, replica_pb2.STREAM_PHASE_TRIAL_PASSED)
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Link:
         has_others: Callable[[Link], bool] = lambda _: False,
         on_fenced: Callable[[], None] = lambda: None,
         quarantine: Quarantine | None = None,
+        places: Places | None = None,
     ) -> None:
         self.address = address
         self.name = address
@@ -71,10 +74,11 @@ class Link:
             pause_min_s=config.breaker_pause_min_s,
             pause_max_s=config.breaker_pause_max_s,
             may_open=lambda: has_others(self),
+            places=places,
         )
         self._config = config
         self._router = router
-        self._probe = probe
+        self._readmission = Readmission(self, lambda: probe(self), on_change)
         self._on_change = on_change
         self._on_fenced = on_fenced
         self._quarantine = Quarantine(config.quarantine_s) if quarantine is None else quarantine
@@ -89,7 +93,7 @@ class Link:
         self._connection: Connection | None = None
         self._streams: dict[int, LinkStream] = {}
         self._numbers = itertools.count(1)
-        self._admission: asyncio.Task[None] | None = None
+        self._failure = LossKind.CRASHED
         self._poke = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -271,14 +275,13 @@ class Link:
             self._lose(connection)
 
     def _lose(self, connection: Connection) -> None:
-        self.vitals.note_loss(was_expected=not self.is_attached or self._is_leaving or connection.is_closing)
+        was_expected = not self.is_attached or self._is_leaving or connection.is_closing
+        self.vitals.note_loss(was_expected=was_expected, how="" if connection.is_silent else HOW[self._failure])
         self._has_left = self._is_leaving
         self._connection = self.model = None
         self._reported = control_pb2.REPLICA_STATE_UNSPECIFIED
         self._foreign_tokens = self.num_routers = 0
-        if self._admission is not None:
-            self._admission.cancel()
-            self._admission = None
+        self._readmission.cancel()
         self._lose_streams(LossKind.SILENT if connection.is_silent else LossKind.CRASHED)
         self._jitter.forget()
         self._on_change()
@@ -299,7 +302,7 @@ class Link:
         for stream_id in self._streams:
             self._cancel(stream_id)
         self._lose_streams(LossKind.STALLED)
-        self._start_admission()
+        self._readmission.start()
         self._on_change()
 
     async def _pause(self, failures: int) -> None:
@@ -328,20 +331,27 @@ class Link:
                     self._note_end(event)
                 elif stream.is_broken:
                     self._note_end(BROKEN)
-        if has_failed and self._streams:  # it says goodbye to each of them; together they say more
-            self._lose_streams(how_it_failed(frame.events, step_age_s=self.load.step_age_s))
+        if has_failed:  # it says goodbye to each of them; together they say more
+            self._fail(how_it_failed(frame.events, step_age_s=self.load.step_age_s, code=frame.failed_with))
         for verdict in frame.poisons:
             self._quarantine.learn(verdict.fingerprint, verdict.ttl_s)
         if frame.HasField("load"):
             self.num_routers = frame.num_routers
             self._note_load(frame.load)
 
+    def _fail(self, kind: LossKind) -> None:
+        """It is over, and has said so; the connection will break."""
+        if self._failure is LossKind.CRASHED:
+            self._failure = kind
+        if self._streams:
+            self._lose_streams(kind)
+
     def _note_end(self, event: replica_pb2.StreamEvent) -> None:
         was_closed = self.vitals.breaker.is_closed
         self.vitals.note_end(event)
         if was_closed and not self.vitals.breaker.is_closed:
             log.warning("replica %s (%s) fails too many requests", self.name, self.incarnation)
-            self._start_admission()
+            self._readmission.start()
             self._on_change()
 
     def _note_load(self, load: control_pb2.Load) -> None:
@@ -365,6 +375,8 @@ class Link:
             return
         self.name, self.incarnation, self.model = hello.replica, hello.incarnation, hello.model
         self._was_attached = True
+        self._failure = LossKind.CRASHED
+        self.vitals.note_place(hello.gpu[:MAX_GPU_CHARS] or hello.replica, hello.incarnation)
         self.tell(self._quarantine.verdicts)
 
     def _report(self, state: control_pb2.ReplicaState.ValueType) -> None:
@@ -372,27 +384,5 @@ class Link:
             return
         self._reported = state
         if state == control_pb2.REPLICA_STATE_READY:
-            self._start_admission()
+            self._readmission.start()
         self._on_change()
-
-    def _start_admission(self) -> None:
-        if self._admission is None or self._admission.done():
-            self._admission = asyncio.create_task(self._admit())
-
-    async def _admit(self) -> None:
-        """Canaries, each after the breaker's pause, until one comes back."""
-        use_criticality(Criticality.CRITICAL_PLUS)  # nobody is served until it has passed
-        breaker = self.vitals.breaker
-        while not breaker.is_closed:
-            await asyncio.sleep(breaker.pause_left_s)
-            breaker.probing()
-            try:
-                await self._probe(self)
-            except CanaryFailed as error:
-                log.warning("%s", error)
-                if breaker.state is BreakerState.HALF_OPEN:
-                    breaker.refused()
-            else:
-                breaker.passed()
-                log.info("replica %s (%s) is ready", self.name, self.incarnation)
-            self._on_change()

@@ -49,9 +49,17 @@ class Witnessed(Protocol):
     """Steps compute it and nothing else."""
 
 
-def how_it_failed(last_words: Iterable[replica_pb2.StreamEvent], *, step_age_s: float) -> LossKind:
-    """How a replica was lost that said itself that it is over, by how it ended its requests."""
-    if any(event.error.code == DATA_LOSS for event in last_words):
+HOW = {
+    LossKind.CRASHED: "it crashed",
+    LossKind.STALLED: "a step did not end",
+    LossKind.UNSOUND: "its weights had changed in memory",
+}
+"""Why a process ended, in words; one that fell silent may live."""
+
+
+def how_it_failed(last_words: Iterable[replica_pb2.StreamEvent], *, step_age_s: float, code: int = 0) -> LossKind:
+    """How a replica was lost that said itself that it is over, by the status it failed with and how it ended its requests."""
+    if code == DATA_LOSS or any(event.error.code == DATA_LOSS for event in last_words):
         return LossKind.UNSOUND
     return LossKind.STALLED if step_age_s > STALLED_S else LossKind.CRASHED
 

@@ -12,6 +12,7 @@ from typing import Protocol
 from cluster.config import RouterConfig, check_address, check_name
 from cluster.errors import StaleIncarnation
 from cluster.router.link import Link
+from cluster.router.places import Places
 from cluster.router.quota_share import QuotaShare, next_share
 from cluster.router.slowness import Pace, Slowness, compare
 from protos import control_pb2, replica_pb2
@@ -53,6 +54,7 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._leaving: list[Link] = []
         self._num_past_trips = 0
+        self.places = Places(pause_min_s=config.place_pause_min_s, pause_max_s=config.place_pause_max_s, clock=clock)
         self.quota_share = QuotaShare()
         """Of how many routers this one is, as its replicas say."""
         self._tasks: list[asyncio.Task[None]] = []

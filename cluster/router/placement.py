@@ -122,6 +122,12 @@ class Placement:
         """Whether another replica takes requests of this model, and has not refused this one."""
         return any(one is not link for one in self._of_model(request.model, answering.refused))
 
+    def has_sounder(self, link: Link) -> bool:
+        """Whether another replica of its model is ready whose place is not failing."""
+        name = link.model.name if link.model else ""
+        ready = (one for one in self._membership.links if one.is_ready and not one.vitals.is_failing)
+        return any(one is not link and one.model is not None and one.model.name == name for one in ready)
+
     async def wait(self, limit_s: float, answering: Answering) -> None:
         """For the next change, at most `limit_s` and what is left of the request's time."""
         time_left_s = answering.time_left_s()

@@ -56,7 +56,9 @@ class Pool:
         self._placement = Placement(config, membership, policy)
         self._quarantine = quarantine
         self._admission = Admission(config)
-        self._resuming = Resuming(config, self._placement, quarantine=quarantine, metrics=metrics)
+        self._resuming = Resuming(
+            config, self._placement, quarantine=quarantine, metrics=metrics, on_explained=membership.places.excuse
+        )
         self._server_info = server_info
         self._on_change = on_change
         self._answering: dict[str, Answering] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Collection
 
 import grpc
 
@@ -42,6 +42,8 @@ MIN_TRIAL_TOKENS = 2
 ALL_TRIALS_S = 0.5
 """What the trials after one loss may take together: a client waits that long at most for its next token."""
 UNKNOWN_STEP_S = 0.005
+FEW_STREAMS = 2
+"""On a replica whose predecessors kept ending, while others have room."""
 YOUNG_S = 1.0
 """Most requests that end replicas do it within this."""
 
@@ -56,8 +58,15 @@ class Resuming:
     """
 
     def __init__(
-        self, config: RouterConfig, placement: Placement, *, quarantine: Quarantine, metrics: RouterMetrics
+        self,
+        config: RouterConfig,
+        placement: Placement,
+        *,
+        quarantine: Quarantine,
+        metrics: RouterMetrics,
+        on_explained: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
+        """`on_explained` is told the incarnations that a request was found to have ended."""
         self._config = config
         self._placement = placement
         self._quarantine = quarantine
@@ -67,6 +76,7 @@ class Resuming:
             placement.note_change, lambda: placement.num_ready, lambda: placement.step_s or UNKNOWN_STEP_S
         )
         self._crashes = Crashes()
+        self._on_explained = on_explained
 
     async def answer(
         self, request: AnyRequest, answering: Answering
@@ -89,7 +99,7 @@ class Resuming:
             except ReplicaLost as error:
                 if not isinstance(error, ReplicaUnresponsive | ReplicaUnsound):
                     self._crashes.note(link.incarnation)
-                    answering.crashed_on.add(link.incarnation)
+                    answering.note_crash(link.incarnation, link.vitals.place)
                 self._note_loss(stream.verdict, link, request, answering)
                 share_s = ALL_TRIALS_S * self._trials.num_places * stream.trial_share
                 answering.trial_tokens = trial_tokens(
@@ -107,12 +117,20 @@ class Resuming:
         try:
             if answering.is_suspect:
                 with self._trials.waiting():
-                    return await self._placement.choose(request, answering, self._trials.may_begin)
-            return await self._placement.choose(request, answering, is_held=self._trials.is_under_way)
+                    return await self._placement.choose(request, answering, self._may_try)
+            return await self._placement.choose(request, answering, is_held=self._is_held)
         except NoReplicaAvailable as error:
             if answering.num_losses == 0:
                 raise
             raise AnswerInterrupted(answering.num_losses, answering.delivered.num_tokens) from error
+
+    def _may_try(self, link: Link) -> bool:
+        """Whether a crash there would say something of the request, or there is nowhere better."""
+        return self._trials.may_begin(link) and not (link.vitals.is_failing and self._placement.has_sounder(link))
+
+    def _is_held(self, link: Link) -> bool:
+        """Whether others had better take the request while they have room."""
+        return self._trials.is_under_way(link) or (link.vitals.is_failing and link.num_streams >= FEW_STREAMS)
 
     def _place(self, link: Link, request: AnyRequest, answering: Answering) -> LinkStream:
         prompt_cost, answer_cost = cost_of(request, link, answering)
@@ -140,9 +158,7 @@ class Resuming:
         self._metrics.started(placed_after_s=answering.placed_after_s, first_token_s=answering.elapsed_s)
 
     def _note_passed(self, link: Link, stream: LinkStream, answering: Answering) -> None:
-        # Whatever crashed under it before was not its doing.
-        answering.is_suspect, answering.num_lost_trials = False, 0
-        answering.crashed_on.clear()
+        answering.clear()
         self._trials.end(link, stream)
 
     async def _note_refusal(self, error: RemoteError, request: AnyRequest, link: Link, answering: Answering) -> None:
@@ -171,6 +187,7 @@ class Resuming:
         answering.num_lost_trials += verdict is Verdict.GUILTY
         if self._is_poison(answering) or answering.num_stalled_trials >= MAX_STALLED_TRIALS:
             self._crashes.explain(link.incarnation)
+            self._on_explained({*answering.crashed_on, link.incarnation})
             log.error("request %.64r ended a replica alone and is quarantined", request.request_id)
             self._quarantine.add(request)
             self._metrics.poisoned()
@@ -182,9 +199,11 @@ class Resuming:
     def _is_poison(self, answering: Answering) -> bool:
         """Whether a replica that crashed under this request alone is proof enough.
 
-        While others crash without it, it takes one more: the next may have been as much of a coincidence.
+        While others crash without it, it takes one more: the next may have been as much of a coincidence. So it does where
+        the one before was lost in the same place: the GPU may be to blame for both.
         """
-        num_needed = 2 if self._crashes.num_others(answering.crashed_on) else 1
+        is_doubtful = answering.crashed_twice_in_one or self._crashes.num_others(answering.crashed_on) > 0
+        num_needed = 2 if is_doubtful else 1
         return answering.num_lost_trials >= num_needed
 
 

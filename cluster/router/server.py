@@ -165,6 +165,7 @@ class RouterServer:
             incarnation=incarnation,
             has_others=self._membership.has_others,
             quarantine=self._quarantine,
+            places=self._membership.places,
         )
 
     async def _probe(self, link: Link) -> None:
@@ -189,6 +190,7 @@ class RouterServer:
             self._pool.num_live,
             num_trips=self._membership.num_trips,
             refusals=self._pool.refusals,
+            failing=self._membership.places.failing,
         )
         yield self._rpcs.family()
         yield from self._tenancy.families()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import grpc
 
 from cluster.router.breaker import Breaker, BreakerState
+from cluster.router.places import Places
 from cluster.router.slowness import Pace, Slowness, pace_of
 from protos import control_pb2, replica_pb2
 from worker.progress import allowed_step_s
@@ -53,7 +54,7 @@ class StepWatch:
 
 
 class Vitals:
-    """Breaker, progress and pace of one replica, fed by the frames of its stream."""
+    """Breaker, progress and pace of one replica, fed by the frames of its stream, and the record of its place."""
 
     def __init__(
         self,
@@ -61,13 +62,45 @@ class Vitals:
         pause_min_s: float,
         pause_max_s: float,
         may_open: Callable[[], bool],
+        places: Places | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`may_open` tells whether another replica takes the requests that this one does not get."""
         self.breaker = Breaker(pause_min_s=pause_min_s, pause_max_s=pause_max_s, may_open=may_open, clock=clock)
         self.slowness = Slowness()
         self.pace: Pace | None = None
+        self.place = ""
+        """The GPU it computes on, or its name where none is known; "" before it has said so."""
+        self._incarnation = ""
+        self._places = places or Places(clock=clock)
+        self._may_open = may_open
         self._watch = StepWatch()
         self._clock = clock
+
+    @property
+    def num_ends(self) -> int:
+        """Processes in a row that ended badly in its place."""
+        return self._places.num_ends(self.place)
+
+    @property
+    def last_end(self) -> str:
+        """Why the last of them ended."""
+        return self._places.last_end(self.place)
+
+    @property
+    def place_pause_s(self) -> float:
+        """Until it may have its canary, for what others did in its place; 0 if nobody else takes requests."""
+        return self._places.pause_left_s(self.place) if self._may_open() else 0.0
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it had better get few requests, for the same reason."""
+        return self._places.is_failing(self.place)
+
+    def note_place(self, place: str, incarnation: str) -> None:
+        """It is attached."""
+        self.place, self._incarnation = place, incarnation
+        self._places.lives(place, incarnation)
 
     def note_load(self, load: control_pb2.Load) -> bool:
         """Take a load report; whether the replica has stalled."""
@@ -81,11 +114,13 @@ class Vitals:
         elif event.error.code == INTERNAL:
             self.breaker.failed()
 
-    def note_loss(self, *, was_expected: bool) -> None:
-        """The connection has ended."""
+    def note_loss(self, *, was_expected: bool, how: str = "") -> None:
+        """The connection has ended; `how` the process did, if it seems to have."""
         self._watch.forget()
         self.pace = None
         if was_expected:
             self.breaker.reconnecting()
         else:
             self.breaker.lost()
+            if how and self.place:
+                self._places.ended(self.place, self._incarnation, how)

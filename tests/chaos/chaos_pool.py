@@ -19,7 +19,12 @@ from tests.chaos.tcp_proxy import TcpProxy
 from tests.fakes.replica_process import ReplicaProcess, spawn_replica
 from tests.fakes.router_process import RouterProcess, spawn_router
 
-QUICK: dict[str, object] = {"announce_period_s": 0.2, "reconnect_max_s": 0.5, "wait_for_replica_s": 10.0}
+QUICK: dict[str, object] = {
+    "announce_period_s": 0.2,
+    "reconnect_max_s": 0.5,
+    "wait_for_replica_s": 10.0,
+    "place_pause_max_s": 1.0,
+}
 """A router whose pool changes often; what finds faults is as in production."""
 PATIENT: dict[str, object] = {"stall_s": 5.0}
 """Steps of a busy machine may take a while; where a hang is to be found by the replica itself, less is given."""

@@ -82,6 +82,7 @@ async def serve(config: ReplicaConfig, knobs: ScriptKnobs) -> None:
         events=events,
         on_failure=lambda _: os._exit(ENGINE_FAILED),
         faults=engine.faults,
+        gpu=knobs.gpu,
     )
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -18,6 +18,8 @@ class ScriptKnobs:
     max_model_len: int = TIERS[-1]
     vocab_size: int = VOCAB_SIZE
     model: str = "script"
+    gpu: str = ""
+    """The UUID of the one it says to compute on."""
     crash_after_steps: int | None = None
     """The engine dies once it has run so many steps."""
     is_hanging: bool = False

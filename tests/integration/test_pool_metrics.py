@@ -255,7 +255,7 @@ def router_families() -> Iterator[Metric]:
     tenancy = Tenancy(guard, FairGate(lambda: 1))
     tenancy._tokens["acme"] = tenancy._refused["acme"] = 1
     tenancy._account("acme")
-    yield from RouterMetrics().families([], 0)
+    yield from RouterMetrics().families([], 0, failing={"GPU-1": 2})
     yield from tenancy.families()
 
 

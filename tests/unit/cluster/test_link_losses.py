@@ -21,9 +21,10 @@ DEAD = replica_pb2.StreamError(code=14, message="the engine of the replica stopp
 class FakeConnection:
     """Keeps what is sent."""
 
-    is_silent = is_closing = False
+    is_closing = False
 
     def __init__(self) -> None:
+        self.is_silent = False
         self.sent: list[replica_pb2.RouterFrame] = []
 
     def send(self, frame: replica_pb2.RouterFrame) -> None:
@@ -202,5 +203,24 @@ async def test_a_replica_that_left_on_purpose_is_not_dialed_again_and_again(stat
     attached.receive(state=control_pb2.ReplicaState.Value(f"REPLICA_STATE_{state}"))
     attached.dies()
     assert attached.link._has_left is has_left
-    if attached.link._admission is not None:
-        attached.link._admission.cancel()
+    attached.link._readmission.cancel()
+
+
+@pytest.mark.parametrize(
+    ("code", "step_age_s", "why"), [(15, 0.0, "weights"), (14, 0.0, "crashed"), (14, 5.0, "did not end"), (0, 0.0, "")]
+)
+def test_a_process_that_ends_is_held_against_its_gpu_with_its_reason(code: int, step_age_s: float, why: str) -> None:
+    attached = Attached()
+    vitals = attached.link.vitals
+    assert vitals.place == "r"
+    hello = replica_pb2.ReplicaHello(replica="r", incarnation="2", gpu="GPU-1", model=control_pb2.ModelInfo(name="m"))
+    attached.receive(hello=hello, load=control_pb2.Load(step_age_s=step_age_s))
+    if code:
+        attached.receive(state=control_pb2.REPLICA_STATE_FAILED, failed_with=code)
+    else:
+        attached.connection.is_silent = True  # it may live
+    attached.dies()
+    assert vitals.place == "GPU-1"
+    assert (vitals.num_ends, why in vitals.last_end) == (int(bool(code)), True)
+    attached.receive(hello=hello)
+    assert vitals.num_ends == 0, "the same process is back: only the connection had broken"
