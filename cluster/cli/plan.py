@@ -65,7 +65,7 @@ def plan(
     tiers: options.Tiers = None,
     max_batch: options.MaxBatch = None,
     buckets: options.Buckets = None,
-    prefill_chunk: options.PrefillChunk = 512,
+    prefill_chunk: options.PrefillChunk = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.", rich_help_panel=ENGINE)] = 16,
     kv_cache_mib: options.KvCacheMib = None,
     gpu_memory_fraction: options.GpuMemoryFraction = 0.85,

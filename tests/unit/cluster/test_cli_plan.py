@@ -17,6 +17,7 @@ from cluster.cli.app import app
 from cluster.cli.byte_sizes import parse_bytes, show_bytes
 from tests.fakes.checkpoints import config_dict, write_config
 from tests.fakes.command_line import command
+from worker.config import WorkerConfig
 
 GIB = 1 << 30
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
@@ -85,6 +86,13 @@ def test_options_reach_the_plan(model: str) -> None:
     lost = [graph for graph in capped["graphs"] if not graph["fits"]]
     assert lost
     assert all(graph["reason"] for graph in lost)
+
+
+def test_the_plan_is_of_the_worker_that_no_options_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[WorkerConfig] = []
+    monkeypatch.setattr("cluster.cli.plan._plan", lambda config, *_, **__: planned.append(config))
+    assert CliRunner().invoke(app, ["plan"]).exit_code == 0
+    assert planned == [WorkerConfig()]
 
 
 def test_what_does_not_fit_says_why_in_the_table(model: str) -> None:
