@@ -20,8 +20,10 @@ from cluster.router.membership import MAX_REPLICAS
 from cluster.router.server import RouterServer
 from cluster.security.local_secret import LocalSecret
 from cluster.serve_app import PoolConfig, deploy, num_gpus_of, share_cores, start_problem
+from cluster.transport import check_free
 from protos import control_pb2
 from worker.config import WorkerConfig
+from worker.context_ahead import has_driver
 
 POLL_S = 0.2
 ENDED_WITHOUT_GCS_S = 50.0
@@ -178,17 +180,30 @@ class LocalPool:
 
     async def _start(self) -> None:
         config = self._config
-        await self._prepare_model()
+        self._check_machine()
         await self._router.start()
         self._progress.done(f"router at {self.address}")
+        await self._prepare_model()
         self._progress.doing("starting Ray")
         self._has_ray = True
         await self._ray.start()
+        if num_gpus_of(config.worker):
+            check_gpus(await self._ray.call(gpus_of_ray), config.num_replicas)
         self._progress.doing("starting Ray Serve")
         await self._ray.call(deploy, self._pool_config())
         self._progress.done("Ray Serve, with a token and a folder of its own")
         self._progress.doing(f"{config.num_replicas} replicas load {config.worker.model}")
         await self._wait_until_ready()
+
+    def _check_machine(self) -> None:
+        """Find out at once what would end the start after minutes. Raises PoolStartFailed, or OSError for a taken port."""
+        config = self._config
+        if config.worker.device == "cuda" and not has_driver():
+            raise PoolStartFailed("there is no NVIDIA driver on this machine, so no replica can have --device cuda")
+        listen = config.router.metrics_listen
+        for _ in range(config.num_replicas):
+            listen = next_metrics_address(listen)
+            check_free(listen)
 
     async def _prepare_model(self) -> None:
         """Fetch or convert the model here, once and in sight, and find out early when it cannot be served."""
@@ -232,6 +247,25 @@ class LocalPool:
             problem = await self._ray.call(start_problem)
             if problem is not None:
                 raise PoolStartFailed(f"the replicas cannot start: {problem}")
+
+
+def gpus_of_ray() -> int:
+    """GPUs that Ray has found. Needs a connection to it."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def check_gpus(num_found: int, num_replicas: int) -> None:
+    """Raise PoolStartFailed for replicas that would wait for a GPU for ever."""
+    if num_replicas <= num_found:
+        return
+    found = "none" if num_found == 0 else f"only {num_found}"
+    remedy = "--device cpu" if num_found == 0 else f"--replicas {num_found}"
+    raise PoolStartFailed(
+        f"each replica takes a GPU of its own, {num_replicas} in all, and Ray finds {found} "
+        f"(CUDA_VISIBLE_DEVICES counts): say {remedy}"
+    )
 
 
 def next_metrics_address(address: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -85,6 +86,23 @@ def bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentia
             errno.EADDRINUSE, f"cannot listen at {listen}: the port is taken or the host is not here"
         ) from error
     return port
+
+
+def check_free(listen: str) -> None:
+    """Raise OSError when nobody could listen there now: found out before work that takes minutes. "" is free.
+
+    Whoever is there a moment later is found when it is really listened at.
+    """
+    if not listen:
+        return
+    host, port = split_address("listen", listen)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(where[:2], family=family).close()
+    except OSError as error:
+        raise OSError(
+            errno.EADDRINUSE, f"cannot listen at {listen}: the port is taken or the host is not here"
+        ) from error
 
 
 def open_link_channel(

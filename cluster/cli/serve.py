@@ -165,8 +165,9 @@ def _say_ready(lines: StartupLines, pool: LocalPool, asked: SecurityConfig) -> N
 
 async def _tell_changes(pool: LocalPool, lines: StartupLines) -> None:
     """Say when a replica leaves or joins, until cancelled. Raises PoolLost when the pool cannot go on."""
-    known = {replica.replica: replica.incarnation for replica in pool.ready()}
-    lost = ""
+    from cluster.cli.pool_changes import PoolChanges
+
+    changes, lost = PoolChanges(pool.loads()), ""
     while True:
         await asyncio.sleep(WATCH_S)
         was_lost, lost = lost, pool.lost_daemon()
@@ -174,12 +175,5 @@ async def _tell_changes(pool: LocalPool, lines: StartupLines) -> None:
             lines.done(
                 f"[red]Ray's {lost} has ended[/]: nobody replaces replicas any more, so start the pool again soon"
             )
-        now = {replica.replica: replica.incarnation for replica in pool.ready()}
-        for name in known.keys() - now.keys():
-            lines.done(f"[red]{name} is gone[/]" + ("" if lost else "; Ray Serve replaces it"))
-        for name, incarnation in now.items():
-            if known.get(name) != incarnation:
-                lines.done(
-                    f"[green]{name} is ready[/] in a new process" if name not in known else f"{name} was replaced"
-                )
-        known = now
+        for line in changes.lines(pool.loads(), is_replaced=not lost):
+            lines.done(line)

@@ -45,7 +45,9 @@ def worker(
     announce: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="HOST:PORT", help="A router to announce to; may be given several times.", rich_help_panel=NETWORK
+            metavar="HOST:PORT",
+            help="A router to announce to; may be given several times. dns:NAME:PORT: every address of the name, looked up again every 5 s. file:PATH: one a line, read again when it changes.",
+            rich_help_panel=NETWORK,
         ),
     ] = None,
     advertise: Annotated[
@@ -125,7 +127,10 @@ async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) ->
 
     from cluster.cli.startup import StartupLines
     from cluster.replica_process import ReplicaProcess
+    from cluster.transport import check_free
 
+    check_free(config.listen)
+    check_free(config.metrics_listen)
     with StartupLines() as lines:
         lines.doing(f"loading {engine.model}")
         process = await ReplicaProcess.open(engine, config, progress=lines.model_progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 
 from cluster import local_pool
-from cluster.local_pool import LocalPool, LocalPoolConfig, PoolLost
+from cluster.config import RouterConfig
+from cluster.local_pool import LocalPool, LocalPoolConfig, PoolLost, PoolStartFailed, check_gpus
 from cluster.private_ray import GCS, RAYLET, PrivateRay
+from cluster.transport import check_free
+from worker.config import WorkerConfig
 
 
 class StoppingRay(PrivateRay):
@@ -120,3 +124,47 @@ async def test_whatever_it_stops_for_a_pool_says_that_its_ray_has_stopped_and_wh
     pool._ray, pool._has_ray = ray, True
     assert await pool.stop() == ["late"]
     assert lines.said == ["stopping Ray ...", "Ray has stopped; these had to be killed: late"]
+
+
+@pytest.mark.parametrize(
+    ("num_found", "num_replicas", "remedy"),
+    [(0, 1, "finds none .*: say --device cpu"), (2, 4, "finds only 2 .*: say --replicas 2"), (2, 2, ""), (8, 1, "")],
+)
+def test_replicas_that_would_wait_for_a_gpu_for_ever_are_refused(
+    num_found: int, num_replicas: int, remedy: str
+) -> None:
+    if remedy:
+        with pytest.raises(PoolStartFailed, match=remedy):
+            check_gpus(num_found, num_replicas)
+    else:
+        check_gpus(num_found, num_replicas)
+
+
+async def test_cuda_without_a_driver_is_refused_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_pool, "has_driver", lambda: False)
+    lines = Lines()
+    with pytest.raises(PoolStartFailed, match="no NVIDIA driver"):
+        await LocalPool(LocalPoolConfig(worker=WorkerConfig(device="cuda")), lines).__aenter__()
+    assert lines.said == []
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+async def test_a_taken_port_is_found_before_the_model_is_looked_for(offset: int) -> None:
+    lines = Lines()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] - offset
+        router = RouterConfig(listen="127.0.0.1:0", metrics_listen=f"127.0.0.1:{port}")
+        with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port + offset}"):
+            await LocalPool(LocalPoolConfig(router=router), lines).__aenter__()
+    assert lines.said == []
+
+
+async def test_a_port_that_is_free_passes_and_stays_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match="is taken"):
+            check_free(listen)
+    check_free(listen)
+    check_free(listen)
+    check_free("")
+    check_free("127.0.0.1:0")
