@@ -34,10 +34,11 @@ def compile_products(hidden: int, intermediate: int, heads: Heads, dtype: torch.
 
 def compile_rows(hidden: int, heads: Heads, dtype: torch.dtype) -> None:
     """What lies between the products."""
-    from worker.kernels.fixed_order_attention import QueryTables, SplitWorkspace, attention, row_slots
+    from worker.kernels.fixed_order_attention import QueryTables, SplitWorkspace, attention
     from worker.kernels.fixed_order_matmul import SplitSums
     from worker.kernels.fixed_order_rope import turn_and_store
     from worker.kernels.fixed_order_rows import add_norm, embed_norm
+    from worker.kernels.row_slots import row_slots
 
     whole, weight = torch.zeros(2, dtype=torch.int64), empty(hidden, dtype=dtype)
     residual, _ = embed_norm(whole, empty(8, hidden, dtype=dtype), weight, 1e-5)

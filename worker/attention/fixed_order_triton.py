@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from worker.kernels.fixed_order_attention import QueryTables, SplitWorkspace, attention, row_slots
+from worker.kernels.fixed_order_attention import QueryTables, SplitWorkspace, attention
 from worker.kernels.fixed_order_matmul import SplitSums
 from worker.kernels.fixed_order_rope import turn_and_store
 from worker.kernels.qkv_layout import QkvLayout
+from worker.kernels.row_slots import row_slots
 from worker.kv_cache import KVCache
 
 

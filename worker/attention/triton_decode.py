@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from worker.attention.pooled import ScoredAttention, Scoring
 from worker.kernels.decode_attention import decode_attention
 from worker.kernels.decode_workspace import DecodeWorkspace
 from worker.kernels.qkv_layout import QkvLayout
 from worker.kv_cache import KVCache
 
 
-class TritonDecodeAttention:
+class TritonDecodeAttention(ScoredAttention):
     """Reads `block_tables` [rows, width] int32 and `positions` [rows] int64 of the new tokens. Dead slots are never read."""
 
     def __init__(
@@ -28,18 +29,9 @@ class TritonDecodeAttention:
         self.positions = positions
         self.workspace = workspace
 
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """See worker.causal_lm.StepAttention."""
-        return self._attend(layer, (q, k, v), self.positions, scale=scale, sliding_window=sliding_window)
+    def step(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """See ScoredAttention."""
+        return self._attend(layer, (q, k, v), self.positions, **scoring._asdict())
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, positions: torch.Tensor, layout: QkvLayout) -> torch.Tensor:
         """See worker.model.attend.FusedAttend. `positions` are those this step was made with."""

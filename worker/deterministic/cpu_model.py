@@ -30,7 +30,6 @@ class CpuFixedOrderCausalLM:
         self.shape = ModelShape.of(decoder.config)
         self.tiles = verify_products(decoder)
         """Of each shape of matrix, (outputs, inputs)."""
-        self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def compute(
@@ -39,7 +38,7 @@ class CpuFixedOrderCausalLM:
         """See CausalLM."""
         x = functional.embedding(token_ids, self.decoder.embedding)
         cos, sin = self.decoder.rope_table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-        for layer in self.layers:
+        for layer in self.decoder.each_layer():
             x = x + self._attend(layer, rms_norm(x, layer.input_norm, layer.eps), cos, sin, attend)
             x = x + self._feed_forward(layer, rms_norm(x, layer.post_attention_norm, layer.eps))
         x = x if rows is None else x[rows]

@@ -18,7 +18,7 @@ from worker.kernels.build_ahead import build_ahead, can_build_ahead
 from worker.kernels.build_processes import BuildProcesses
 from worker.kernels.fixed_order_matmul import ROW_TILES, SplitSums, matmul, matmul_gated
 from worker.kernels.fixed_order_rows import add_norm, embed_norm
-from worker.model.decoder import Decoder, DecoderLayer
+from worker.model.decoder import Decoder
 from worker.model.fused import layer_layout
 
 
@@ -49,7 +49,6 @@ class TritonFixedOrderCausalLM:
         self.decoder = decoder
         self.module: nn.Module = decoder
         self.shape = ModelShape.of(decoder.config)
-        self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
         self.products = Products(verify_products(decoder, compilers))
 
     @torch.inference_mode()
@@ -59,9 +58,8 @@ class TritonFixedOrderCausalLM:
         """See CausalLM."""
         assert isinstance(attend, TritonFixedOrderAttention)
         decoder, eps = self.decoder, self.decoder.config.rms_norm_eps
-        norms = [*(layer.input_norm for layer in self.layers[1:]), decoder.final_norm]
-        residual, normed = embed_norm(token_ids, decoder.embedding, self.layers[0].input_norm, eps)
-        for layer, next_norm in zip(self.layers, norms, strict=True):
+        residual, normed = embed_norm(token_ids, decoder.embedding, decoder.first_norm, eps)
+        for layer, next_norm in decoder.layers_and_next_norms():
             qkv = self.products(normed, layer.qkv_weight)
             layout = layer_layout(layer, decoder.rope_table)
             attended = attend.attend_sums(layer.index, qkv, layer.qkv_bias, positions, layout)

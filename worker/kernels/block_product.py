@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from worker.kernels.block_tiles import BLOCK_ROWS, BlockTile, columns_for
 from worker.kernels.device import launch_options
-from worker.kernels.rows_product import ordered_key, trigger_next, wait_for_previous
+from worker.kernels.gluon_pieces import ordered_key, trigger_next, wait_for_previous
 
 _PARTS = gl.constexpr(0)
 _GATED = gl.constexpr(1)

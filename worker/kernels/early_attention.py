@@ -13,14 +13,20 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.decode_attention import attend_chunk, begin_with_new, cached_tokens, fold_tile, load_head
+from worker.kernels.attention_tiles import (
+    MIN_DOT,
+    attend_chunk,
+    begin_with_new,
+    cached_tokens,
+    fold_tile,
+    load_head,
+)
 from worker.kernels.dependent_launch import trigger_next, wait_for_previous
 from worker.kernels.device import launch_options, power_of_two
 from worker.kernels.late_merge import split_chunk
 from worker.kernels.partials import Partials
 from worker.kernels.qkv_layout import QkvLayout
 
-_MIN_DOT = 16
 _LOWEST = tl.constexpr(-1e30)
 
 
@@ -193,9 +199,9 @@ def early_attention(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         GROUP_PAD=group_pad,
-        DOT_ROWS=max(group_pad, _MIN_DOT),
+        DOT_ROWS=max(group_pad, MIN_DOT),
         HEAD_DIM=head_dim,
-        HEAD_PAD=max(head_dim, _MIN_DOT),
+        HEAD_PAD=max(head_dim, MIN_DOT),
         BLOCK_SIZE=keys.shape[1],
         SPLITS=plan.num_splits,
         LATE_SPLITS=plan.late_splits,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.kernels.attention_tiles import MIN_DOT
 from worker.kernels.dependent_launch import trigger_next, wait_for_previous
 from worker.kernels.device import launch_options, power_of_two
 
@@ -22,7 +23,6 @@ SPLIT_TOKENS = 256
 """Tokens of one split."""
 _TILE_ELEMENTS = 4096
 """Numbers of one tile of keys."""
-_MIN_DOT = 16
 _LOWEST = tl.constexpr(-1e30)
 
 
@@ -232,39 +232,6 @@ def _merge_splits(
     tl.store(out + head[:, None] * HEAD_DIM + dims, done.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["table_row", "block_size"], do_not_specialize_on_alignment=["positions", "block_tables"])
-def _row_slots(
-    positions: tl.tensor,
-    block_tables: tl.tensor,
-    slots: tl.tensor,
-    table_row: tl.tensor,
-    block_size: tl.tensor,
-    PDL: tl.constexpr,
-) -> None:
-    if PDL:
-        trigger_next()
-        wait_for_previous()
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row)
-    block = tl.load(block_tables + row * table_row + position // block_size).to(tl.int64)
-    tl.store(slots + row, block * block_size + position % block_size)
-
-
-def row_slots(tables: QueryTables) -> torch.Tensor:
-    """[rows] int64: where the key of each row belongs."""
-    slots = torch.empty_like(tables.positions)
-    _row_slots[(len(slots),)](
-        tables.positions,
-        tables.block_tables,
-        slots,
-        tables.block_tables.stride(0),
-        tables.block_size,
-        num_warps=1,
-        **launch_options(slots.device),
-    )
-    return slots
-
-
 def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -302,7 +269,7 @@ def attention(
         tables.block_size,
         splits,
         head_dim**-0.5 * math.log2(math.e),
-        TILE=max(_TILE_ELEMENTS * 2 // (constants["HEAD_PAD"] * q.element_size()), _MIN_DOT),
+        TILE=max(_TILE_ELEMENTS * 2 // (constants["HEAD_PAD"] * q.element_size()), MIN_DOT),
         STAGES=2,
         MERGES=workspace is None,
         num_warps=4,
@@ -336,9 +303,9 @@ def _constants(group: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
     return {
         "GROUP": group,
         "GROUP_PAD": group_pad,
-        "DOT_ROWS": max(group_pad, _MIN_DOT),
+        "DOT_ROWS": max(group_pad, MIN_DOT),
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
-        "HEAD_PAD": max(power_of_two(head_dim), _MIN_DOT),
+        "HEAD_PAD": max(power_of_two(head_dim), MIN_DOT),
         "SPLIT": SPLIT_TOKENS,
     }

@@ -9,11 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.decode_attention import fold_tile
+from worker.kernels.attention_tiles import MIN_DOT, fold_tile
 from worker.kernels.dependent_launch import wait_for_previous
 from worker.kernels.device import launch_options, num_sms, power_of_two
 
-_MIN_DOT = 16
 _MAX_QUERIES = 128
 _TILE_ELEMENTS = 8192
 """Numbers of one tile of keys in half precision."""
@@ -214,7 +213,7 @@ def prefill_attention(
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // k.shape[1]
-    head_pad = max(power_of_two(head_dim), _MIN_DOT)
+    head_pad = max(power_of_two(head_dim), MIN_DOT)
     keys, values, block_size, width = k, v, 1, num_tokens
     if paged is not None:
         assert paged.keys.is_contiguous()
@@ -224,7 +223,7 @@ def prefill_attention(
         keys, values = paged.keys.flatten(0, 1), paged.values.flatten(0, 1)
     most = _MAX_QUERIES if head_pad <= _MAX_QUERIES else _MAX_QUERIES // 2
     packed = group if num_tokens * group <= most else 1
-    queries = min(max(power_of_two(num_tokens * packed), _MIN_DOT), most)
+    queries = min(max(power_of_two(num_tokens * packed), MIN_DOT), most)
     blocks = (num_heads // packed, triton.cdiv(num_tokens, queries // packed))
     num_splits = num_splits or _splits(blocks[0] * blocks[1], width, num_sms(q.device))
     out = q.new_empty(num_tokens, num_heads, head_dim)

@@ -22,37 +22,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from worker.kernels.device import launch_options, power_of_two
+from worker.kernels.gluon_pieces import ordered_key, trigger_next, wait_for_previous
 from worker.kernels.row_tiles import RowTile, columns_for
 
 _PLAIN = gl.constexpr(0)
 _RESIDUAL = gl.constexpr(1)
 _GATED = gl.constexpr(2)
 _LOGITS = gl.constexpr(3)
-
-
-@gluon.jit
-def wait_for_previous() -> None:
-    """See dependent_launch.wait_for_previous."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def trigger_next() -> None:
-    """See dependent_launch.trigger_next."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def ordered_key(value: gl.tensor, index: gl.tensor) -> gl.tensor:
-    """See greedy.ordered_key."""
-    bits = (value + 0.0).to(gl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ordered = gl.where(value == value, ordered, 0x7FFFFFFF)
-    return (ordered.to(gl.int64) << 32) | (0x7FFFFFFF - index).to(gl.int64)
 
 
 @gluon.jit

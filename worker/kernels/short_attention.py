@@ -22,8 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from worker.kernels.device import launch_options, power_of_two
+from worker.kernels.gluon_pieces import trigger_next, wait_for_previous
 from worker.kernels.qkv_layout import QkvLayout
-from worker.kernels.rows_product import trigger_next, wait_for_previous
 from worker.kernels.short_plan import ShortPlan
 
 _LOWEST = gl.constexpr(-1e30)

@@ -14,7 +14,7 @@ from worker.model.block_step import BlockTiles, block_tiles
 from worker.model.fused import layer_layout
 
 if TYPE_CHECKING:
-    from worker.model.decoder import Decoder, DecoderLayer
+    from worker.model.decoder import Decoder
 
 MAX_TOKENS = 128
 """From more tokens on a matrix product is bound by arithmetic, and cuBLAS is faster."""
@@ -30,15 +30,13 @@ def block_forward(
 ) -> torch.Tensor:
     """See Decoder.forward."""
     config, tokens = decoder.config, len(token_ids)
-    eps, layers = config.rms_norm_eps, list(decoder.layers)
+    eps = config.rms_norm_eps
     residual = functional.embedding(token_ids, decoder.embedding)
-    x = rms_norm(residual, decoder.layers[0].input_norm, eps)  # type: ignore[arg-type]
+    x = rms_norm(residual, decoder.first_norm, eps)
     projected = x.new_empty(tiles.o.parts, tokens, config.hidden_size, dtype=torch.float32)
     lowered = x.new_empty(tiles.down.parts, tokens, config.hidden_size, dtype=torch.float32)
     gated = x.new_empty(tokens, config.intermediate_size)
-    next_norms = [*(layer.input_norm for layer in layers[1:]), decoder.final_norm]
-    layer: DecoderLayer
-    for layer, next_norm in zip(layers, next_norms, strict=True):  # type: ignore[assignment]
+    for layer, next_norm in decoder.layers_and_next_norms():
         # Attention may keep the projection of one layer while the next is computed.
         qkv = x.new_empty(1, tokens, config.qkv_heads * config.head_dim)
         block_parts(x, layer.qkv_weight, tiles.qkv, bias=layer.qkv_bias, out=qkv)
@@ -47,5 +45,5 @@ def block_forward(
         rms_norm_parts(projected, layer.post_attention_norm, eps, residual=residual, out=x)
         block_gated(x, layer.gate_up_weight, tiles.gate_up, bias=layer.gate_up_bias, out=gated)
         block_parts(gated, layer.down_weight, tiles.down, bias=layer.down_bias, out=lowered)
-        rms_norm_parts(lowered, next_norm, eps, residual=residual, out=x)  # type: ignore[arg-type]
+        rms_norm_parts(lowered, next_norm, eps, residual=residual, out=x)
     return x

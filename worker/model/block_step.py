@@ -20,7 +20,7 @@ from worker.step_kernels import Outputs
 
 if TYPE_CHECKING:
     from worker.model.architecture import DecoderConfig
-    from worker.model.decoder import Decoder, DecoderLayer
+    from worker.model.decoder import Decoder
 
 BlockTiles = MatrixTiles[BlockTile]
 
@@ -40,7 +40,6 @@ class BlockStep:
         self.kv_cache = kv_cache
         self.tiles = tiles
         self.workspace = workspace
-        self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
 
     def __call__(self, inputs: DecodeViews) -> Outputs:
         """See worker.decode_step.decode_step."""
@@ -48,15 +47,14 @@ class BlockStep:
         rows, eps = len(inputs.positions), config.rms_norm_eps
         words = embed_tokens(
             inputs.token_ids, inputs.sources, inputs.last_tokens, decoder.embedding,
-            scale=self.layers[0].input_norm, eps=eps,
+            scale=decoder.first_norm, eps=eps,
         )  # fmt: skip
         x, residual = words.x, words.residual
         attention = RowsAttention(decoder, self.kv_cache, self.workspace, inputs, spare_shared=False)
         projected = residual.new_empty(tiles.o.parts, rows, config.hidden_size)
         lowered = residual.new_empty(tiles.down.parts, rows, config.hidden_size)
         gated = x.new_empty(rows, config.intermediate_size)
-        next_norms = [*(layer.input_norm for layer in self.layers[1:]), decoder.final_norm]
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+        for layer, next_norm in decoder.layers_and_next_norms():
             block_parts(x, layer.qkv_weight, tiles.qkv, bias=layer.qkv_bias, out=attention.qkv[None])
             block_parts(attention(layer), layer.o_weight, tiles.o, bias=layer.o_bias, out=projected)
             rms_norm_parts(projected, layer.post_attention_norm, eps, residual=residual, out=x)

@@ -7,6 +7,9 @@ step can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -110,6 +113,20 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return functional.rms_norm(x, x.shape[-1:], self.final_norm, self.config.rms_norm_eps)
+
+    @property
+    def first_norm(self) -> torch.Tensor:
+        """[hidden]: the weight of the norm between the embedding and the first layer."""
+        return self.each_layer()[0].input_norm
+
+    def each_layer(self) -> list[DecoderLayer]:
+        """`layers` by their type."""
+        return cast("list[DecoderLayer]", list(self.layers))
+
+    def layers_and_next_norms(self) -> Iterator[tuple[DecoderLayer, torch.Tensor]]:
+        """Each layer with the weight [hidden] of the norm that what it leaves goes through: the next layer's, or the last."""
+        layers = self.each_layer()
+        return zip(layers, [*(layer.input_norm for layer in layers[1:]), self.final_norm], strict=True)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden] -> [N, vocab]."""

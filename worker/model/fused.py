@@ -29,11 +29,9 @@ def fused_forward(
         if tiles is not None:
             return block_forward(decoder, token_ids, positions, attend, tiles)
     eps = decoder.config.rms_norm_eps
-    layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
-    next_norms = [*(layer.input_norm for layer in layers[1:]), decoder.final_norm]
     residual = functional.embedding(token_ids, decoder.embedding)
-    normed = rms_norm(residual, layers[0].input_norm, eps)
-    for layer, next_norm in zip(layers, next_norms, strict=True):
+    normed = rms_norm(residual, decoder.first_norm, eps)
+    for layer, next_norm in decoder.layers_and_next_norms():
         qkv = linear(normed, layer.qkv_weight, layer.qkv_bias)
         attended = attend.attend_qkv(layer.index, qkv, positions, layer_layout(layer, decoder.rope_table))
         projected = linear(attended, layer.o_weight, layer.o_bias)

@@ -19,7 +19,7 @@ from worker.step_kernels import Outputs
 
 if TYPE_CHECKING:
     from worker.model.architecture import DecoderConfig
-    from worker.model.decoder import Decoder, DecoderLayer
+    from worker.model.decoder import Decoder
 
 
 def row_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> MatrixTiles[RowTile] | None:
@@ -39,7 +39,6 @@ class RowsStep:
         self.kv_cache = kv_cache
         self.tiles = tiles
         self.workspace = workspace
-        self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
 
     def __call__(self, inputs: DecodeViews) -> Outputs:
         """See worker.decode_step.decode_step."""
@@ -50,8 +49,7 @@ class RowsStep:
         after_o, after_down = self._scaled_like(words.x, tiles.o), self._scaled_like(words.x, tiles.down)
         attention = RowsAttention(decoder, self.kv_cache, self.workspace, inputs, spare_shared=True)
         gated = words.x.new_empty(rows, config.intermediate_size)
-        next_norms = [*(layer.input_norm for layer in self.layers[1:]), decoder.final_norm]
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+        for layer, next_norm in decoder.layers_and_next_norms():
             rows_plain(x, layer.qkv_weight, tiles.qkv, eps=eps, bias=layer.qkv_bias, out=attention.qkv)
             rows_add(
                 attention(layer), layer.o_weight, tiles.o, bias=layer.o_bias,
@@ -73,7 +71,7 @@ class RowsStep:
             inputs.sources,
             inputs.last_tokens,
             self.decoder.embedding,
-            scale=self.layers[0].input_norm,
+            scale=self.decoder.first_norm,
             columns=columns_for(len(inputs.positions)),
         )
 

@@ -6,7 +6,7 @@ import copy
 
 from torch import nn
 
-from worker.causal_lm import CausalLM, NativeCausalLM
+from worker.causal_lm import CausalLM
 from worker.model.decoder import Decoder
 
 NUM_LAYERS = 2
@@ -14,16 +14,16 @@ NUM_LAYERS = 2
 
 
 def shortened(model: CausalLM) -> CausalLM:
-    """The same model, weights and all, without its later layers; one of a kind that has no such form stays whole."""
-    short = copy.copy(model)
-    if isinstance(short, NativeCausalLM):
-        short.decoder = short.module = _first_layers(short.decoder)
-    elif isinstance(getattr(short, "layers", None), list):
-        short.layers = short.layers[:NUM_LAYERS]  # type: ignore[attr-defined]
+    """The same model, weights and all, without its later layers; one that is no native decoder stays whole."""
+    decoder = getattr(model, "decoder", None)
+    if not isinstance(decoder, Decoder):
+        return model
+    short, first = copy.copy(model), _first_layers(decoder)
+    vars(short).update(decoder=first, module=first)
     return short
 
 
 def _first_layers(decoder: Decoder) -> Decoder:
     short = copy.copy(decoder)
-    short._modules = {**decoder._modules, "layers": nn.ModuleList(list(decoder.layers)[:NUM_LAYERS])}
+    short._modules = {**decoder._modules, "layers": nn.ModuleList(decoder.each_layer()[:NUM_LAYERS])}
     return short

@@ -20,7 +20,7 @@ from worker.step_kernels import Outputs
 
 if TYPE_CHECKING:
     from worker.model.architecture import DecoderConfig
-    from worker.model.decoder import Decoder, DecoderLayer
+    from worker.model.decoder import Decoder
 
 
 def vector_tiles(config: DecoderConfig, dtype: torch.dtype, rows: int) -> MatrixTiles[Tile] | None:
@@ -39,7 +39,6 @@ class VectorStep:
         self.tiles = tiles
         self.arrived = arrived
         """[at least rows * kv_heads] int32, zero between launches."""
-        self.layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
 
     def __call__(self, inputs: DecodeViews) -> Outputs:
         """See worker.decode_step.decode_step."""
@@ -50,7 +49,7 @@ class VectorStep:
         attention = self._attention(inputs)
         qkv = residual.new_empty(rows, config.qkv_heads * config.head_dim)
         gated = x.new_empty(rows, config.intermediate_size)
-        for layer in self.layers:
+        for layer in decoder.each_layer():
             norm = Norm(weight=layer.input_norm, eps=layer.eps)
             gemv(x, layer.qkv_weight, self.tiles.qkv, norm=norm, bias=layer.qkv_bias, out=qkv)
             attention.add(layer, qkv, residual=residual, out=x)

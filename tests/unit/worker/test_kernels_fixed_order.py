@@ -10,10 +10,11 @@ from tests.fakes.fixed_order_interpreter import products_like_instructions, shor
 from tests.fakes.kernel_inputs import Heads, Pool, layout
 from tests.fakes.triton_interpreter import DEVICE
 from worker.kernels import reference
-from worker.kernels.fixed_order_attention import QueryTables, SplitWorkspace, attention, row_slots
+from worker.kernels.fixed_order_attention import QueryTables, SplitWorkspace, attention
 from worker.kernels.fixed_order_matmul import ROW_TILES, SplitSums, matmul, matmul_gated, split_count
 from worker.kernels.fixed_order_rope import turn_and_store
 from worker.kernels.fixed_order_rows import add_norm, embed_norm
+from worker.kernels.row_slots import row_slots
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
