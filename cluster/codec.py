@@ -71,6 +71,8 @@ def sampling_to_proto(values: Mapping[str, Any]) -> generation_pb2.SamplingParam
             continue
         try:
             _set_field(proto, name, value)
+        except InvalidRequest:
+            raise
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(name, f"cannot be {type(value).__name__} {value!r:.40}") from error
     return proto
@@ -146,4 +148,5 @@ def _set_field(proto: generation_pb2.SamplingParams, name: str, value: Any) -> N
     elif name in _LISTS:
         getattr(proto, name).extend(value)
     else:
-        raise InvalidRequest(name, "is not a sampling parameter")
+        known = (field.name for field in proto.DESCRIPTOR.fields)
+        raise InvalidRequest(name, f"is no sampling parameter; there are {', '.join(known)}")

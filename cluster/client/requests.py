@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, TypeVar, Unpack, cast
+
+from google.protobuf.message import Message as ProtoMessage
 
 from cluster.codec import sampling_to_proto
-from cluster.config import MAX_TIMEOUT_S
+from cluster.config import MAX_TIMEOUT_S, MESSAGE_BYTES
 from protos import generation_pb2
 from worker.errors import InvalidRequest
 
+M = TypeVar("M", bound=ProtoMessage)
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 Message = tuple[str, str] | Mapping[str, str]
@@ -95,7 +98,7 @@ def generate_request(
         request.text = _unicode("text", prompt)
     else:
         request.token_ids.CopyFrom(_token_ids(prompt))
-    return request
+    return _sendable(request, "prompt")
 
 
 def chat_request(
@@ -107,13 +110,14 @@ def chat_request(
     **cache: Unpack[CacheArguments],
 ) -> generation_pb2.ChatRequest:
     """Raises InvalidRequest for values no message can hold."""
-    return generation_pb2.ChatRequest(
+    request = generation_pb2.ChatRequest(
         request_id=_unicode("request_id", request_id),
         model=_unicode("model", model),
         messages=_chat_messages(messages),
         sampling=sampling_to_proto(sampling),
         **_given(cache),
     )
+    return _sendable(request, "messages")
 
 
 def tokenize_request(
@@ -126,7 +130,7 @@ def tokenize_request(
         request.messages.SetInParent()
     elif text is not None:
         request.text = _unicode("text", text)
-    return request
+    return _sendable(request, "text" if messages is None else "messages")
 
 
 def detokenize_request(
@@ -138,6 +142,14 @@ def detokenize_request(
         token_ids=_token_ids(token_ids).ids,
         skip_special_tokens=skip_special_tokens,
     )
+
+
+def _sendable(request: M, field: str) -> M:
+    """The same message. Raises InvalidRequest for one that no server takes: gRPC would try it several times."""
+    size = request.ByteSize()
+    if size > MESSAGE_BYTES:
+        raise InvalidRequest(field, f"makes a message of {size} bytes, the limit is {MESSAGE_BYTES}")
+    return request
 
 
 def _given(cache: CacheArguments) -> dict[str, Any]:
@@ -178,7 +190,9 @@ def _unicode(field: str, text: str) -> str:
 
 
 def _token_ids(ids: Iterable[int]) -> generation_pb2.TokenIds:
-    """Raises InvalidRequest for what is no id at all."""
+    """Raises InvalidRequest for what is no id at all; bytes are text that nobody decoded, not ids."""
+    if isinstance(ids, (bytes, bytearray)):
+        raise InvalidRequest("token_ids", f"cannot be {type(ids).__name__}: decode it for a text")
     try:
         return generation_pb2.TokenIds(ids=ids)
     except (TypeError, ValueError) as error:

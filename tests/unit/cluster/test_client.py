@@ -61,11 +61,11 @@ def test_an_answer_that_broke_off_says_where_to_go_on_and_poison_what_it_is() ->
     assert pickle.loads(pickle.dumps(broken)).resume_index == 7  # made here
 
 
-def test_every_public_error_is_a_call_error() -> None:
+def test_every_public_error_of_a_call_is_a_call_error() -> None:
     errors = [value for name in client.__all__ if isinstance(value := getattr(client, name), type)]
     kinds = [kind for kind in errors if issubclass(kind, Exception)]
-    assert len(kinds) == 13
-    assert all(issubclass(kind, CallError) for kind in kinds)
+    assert len(kinds) == 14
+    assert [kind for kind in kinds if not issubclass(kind, CallError)] == [InvalidRequest]  # which no call has met
 
 
 def test_sampling_options_are_the_fields_of_the_wire_message() -> None:
@@ -174,3 +174,32 @@ async def test_a_time_that_grpc_would_take_for_over_is_refused_by_its_field(time
     async with client.AsyncGraphpoolClient("127.0.0.1:9") as asynchronous:
         with pytest.raises(InvalidRequest, match=r"^timeout_s: "):
             await asynchronous.generate("x", timeout_s=timeout_s)
+
+
+def test_an_option_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with client.GraphpoolClient("127.0.0.1:9") as blocking:
+        with pytest.raises(InvalidRequest, match=r"^max_new_tokens: is no sampling parameter; there are .*max_tokens"):
+            blocking.generate("x", max_new_tokens=3)  # type: ignore[call-arg]
+        with pytest.raises(InvalidRequest, match=r"^max_tokens: cannot be str 'many'"):
+            blocking.generate("x", max_tokens="many")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", [b"hello", bytearray(b"hello")])
+def test_bytes_are_neither_text_nor_ids(text: Any) -> None:
+    with client.GraphpoolClient("127.0.0.1:9") as blocking, pytest.raises(InvalidRequest, match="decode it for a text"):
+        blocking.generate(text)
+
+
+def test_a_message_that_no_server_takes_is_not_sent() -> None:
+    with client.GraphpoolClient("127.0.0.1:9") as blocking:
+        with pytest.raises(InvalidRequest, match=r"^prompt: makes a message of 5000013 bytes, the limit is 4194304"):
+            blocking.generate("x" * 5_000_000, model="m", request_id="r")
+        with pytest.raises(InvalidRequest, match=r"^messages: makes a message of"):
+            blocking.chat_stream([("user", "x" * 5_000_000)])
+        with pytest.raises(InvalidRequest, match=r"^text: makes a message of"):
+            blocking.tokenize("x" * 5_000_000)
+
+
+def test_what_a_client_needs_comes_from_one_module() -> None:
+    assert all(hasattr(client, name) for name in client.__all__)
+    assert {"ClientConfig", "ClientSecurity", "InvalidRequest", "CallError"} <= set(client.__all__)
