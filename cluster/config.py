@@ -29,6 +29,9 @@ _HOST = re.compile(r"[!-.0-9;-?A-~]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[
 MAX_TIMEOUT_S = 1e6
 """Longest deadline of a call: gRPC turns one that is past its clock's end into one that is over."""
 
+DNS, FILE = "dns:", "file:"
+"""What a list of routers that may change begins with."""
+
 T = TypeVar("T")
 
 
@@ -158,7 +161,8 @@ class ReplicaConfig:
     name: str = ""
     """Stable over restarts of the same place; empty = made at start."""
     routers: tuple[str, ...] = ()
-    """host:port of routers to announce this replica to."""
+    """Routers to announce this replica to: host:port; dns:name:port, which is every address of the name, looked up again
+    every 5 s; or file:path, a file with one of these a line, read again when it changes."""
     metrics_listen: str = ""
     """host:port where Prometheus finds metrics over HTTP; empty = nowhere, port 0 = any free one. Under Ray Serve, the
     port of a node's first replica; the others take those after it."""
@@ -193,8 +197,8 @@ class ReplicaConfig:
         check_listen("listen", self.listen, insecure=self.insecure or self.security.is_protected)
         if self.metrics_listen:
             check_listen("metrics_listen", self.metrics_listen, insecure=self.insecure or self.security.is_protected)
-        for address in self.routers:
-            check_address("routers", address)
+        for router in self.routers:
+            check_router("routers", router)
         if self.name:
             check_name("name", self.name)
         if self.advertise and not is_host(self.advertise):
@@ -269,6 +273,19 @@ def check_address(name: str, address: str) -> None:
     """Refuse what cannot be dialed."""
     if split_address(name, address)[1] == 0:
         raise ValueError(f"{name}: {address!r} has no port to dial")
+
+
+def check_router(name: str, router: str) -> None:
+    """Refuse what names no routers; see ReplicaConfig.routers."""
+    if not router.startswith(FILE):
+        check_address(name, router.removeprefix(DNS))
+    elif router == FILE:
+        raise ValueError(f"{name}: {router!r} names no file")
+
+
+def is_listed(router: str) -> bool:
+    """Whether it stands for a list of routers that may change, not for an address."""
+    return router.startswith((DNS, FILE))
 
 
 def check_name(name: str, value: str) -> None:

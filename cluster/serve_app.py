@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.autoscale.config import ScalingConfig
-from cluster.config import ReplicaConfig, from_mapping, join_address, split_address
+from cluster.config import ReplicaConfig, from_mapping, is_listed, join_address, split_address
 from cluster.deployment_version import code_version
 from cluster.surge import SURGE_PERCENT, has_room
 from worker.config import MAX_CPU_THREADS, WorkerConfig
@@ -139,7 +139,7 @@ def may_surge(config: PoolConfig, options: dict[str, Any]) -> bool:
 
 def with_router_addresses(replica: ReplicaConfig) -> ReplicaConfig:
     """The same with the head's address in place of its name. Needs a connection to Ray only where the name is used."""
-    if not any(split_address("routers", router)[0] == HEAD_ADDRESS for router in replica.routers):
+    if not any(_host_of(router) == HEAD_ADDRESS for router in replica.routers):
         return replica
     import ray
 
@@ -149,8 +149,14 @@ def with_router_addresses(replica: ReplicaConfig) -> ReplicaConfig:
 
 def router_address(router: str, gcs_address: str) -> str:
     """Where the router is, once the address of the head's GCS is known."""
-    host, port = split_address("routers", router)
-    return join_address(split_address("gcs_address", gcs_address)[0], port) if host == HEAD_ADDRESS else router
+    if _host_of(router) != HEAD_ADDRESS:
+        return router
+    return join_address(split_address("gcs_address", gcs_address)[0], split_address("routers", router)[1])
+
+
+def _host_of(router: str) -> str:
+    """ "" for a list of routers, which holds addresses."""
+    return "" if is_listed(router) else split_address("routers", router)[0]
 
 
 def replicas_of(config: PoolConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import grpc
 
 from cluster.config import ReplicaConfig, join_address, split_address
+from cluster.replica.router_list import RouterList
 from cluster.security.config import ROUTER_NAME
 from cluster.transport import open_link_channel
 from protos import control_pb2, control_pb2_grpc
@@ -66,7 +67,8 @@ async def names_in_use(config: ReplicaConfig) -> set[str]:
 
     One that drains, has failed, or whose connection broke and is tried again for a while, is succeeded.
     """
-    found = await asyncio.gather(*(_names_at(router, config) for router in config.routers))
+    routers = await RouterList(config.routers).look()
+    found = await asyncio.gather(*(_names_at(router, config) for router in routers))
     return set().union(*found)
 
 

@@ -9,6 +9,7 @@ import typer
 
 from cluster.cli import options
 from cluster.cli import security_options as security
+from cluster.cli.config_file import ConfigFile
 from cluster.cli.options import NETWORK, Device, Dtype, Graphs, LoadFormat, LogLevel
 from cluster.cli.running import run_until_stopped, usage_errors
 from cluster.cli.worker_options import worker_config
@@ -73,6 +74,7 @@ def worker(
             rich_help_panel=NETWORK,
         ),
     ] = False,
+    _config: ConfigFile = None,
 ) -> None:
     """Run one replica without Ray: it answers clients itself, and requests of the routers it announces itself to.
 

@@ -31,12 +31,14 @@ from cluster.replica.faults import add_faults
 from cluster.replica.flush import FlushPolicy
 from cluster.replica.lifecycle import Lifecycle, State
 from cluster.replica.routed import Routed
+from cluster.replica.router_list import RouterList
 from cluster.replica.start_times import StartTimes
 from cluster.replica.text import TextProcessor, Texts
 from cluster.security.guard import Authenticate, Guard
 from cluster.security.tenancy import Tenancy
 from cluster.transport import bind, create_server, offer_reflection
 from cluster.version import version
+from cluster.waiting import happens_within
 from protos import control_pb2, control_pb2_grpc, generation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from worker.errors import Draining, WorkerError
 from worker.faults import Faults
@@ -91,7 +93,8 @@ class ReplicaServer:
             generation_defaults=generation_defaults,
             server_info=self._server_info,
         )
-        self._routed = Routed(config.routers)
+        self._routers = RouterList(config.routers)
+        self._routed = Routed(() if not self._routers.is_fixed else config.routers)
         self._attach = AttachServicer(self._backend, config, self._hello, on_answered=self._routed.note_answered)
         self._guard = Guard(config.security)
         self._tenancy = Tenancy(self._guard)
@@ -110,6 +113,8 @@ class ReplicaServer:
         )
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
+        self._is_listed = asyncio.Event()
         self._over = asyncio.Event()
 
     @property
@@ -161,7 +166,8 @@ class ReplicaServer:
         self._backend.name = self._config.name or self._backend.address
         await server.start()
         self._lifecycle.subscribe(self._state_changed)
-        self._announcer.announce_to(self._config.routers)
+        self._follow(self._routers)
+        await happens_within(self._is_listed, HEARD_WITHIN_S)
         await self._announcer.wait_tried(HEARD_WITHIN_S)
         self._lifecycle.advance(State.READY)
         self._spawn(self._watch_engine())
@@ -169,15 +175,12 @@ class ReplicaServer:
         log.info("replica %s (%s) serves %s at %s", self.name, self.incarnation, self._engine.info.model, self.address)
 
     def announce_to(self, routers: Sequence[str]) -> None:
-        """Announce to these routers instead of those so far.
+        """Announce to these routers instead of those so far; see ReplicaConfig.routers.
 
         Routers that are no longer among them find this replica draining: what they run here is finished, and nothing
-        new is taken from them.
+        new is taken from them. Raises OSError or ValueError for a file that cannot be used.
         """
-        left = self._routed.announce_to(routers)
-        self._announcer.announce_to(routers)
-        if left:
-            self._spawn(self._leave(left))
+        self._follow(RouterList(routers))
 
     async def wait_routed(self, timeout_s: float) -> bool:
         """Wait until each router that takes announcements has had an answer, and one at least; False if not in time.
@@ -207,6 +210,8 @@ class ReplicaServer:
         self._backend.fail_all(Draining())
         await self._backend.wait_idle(STOP_GRACE_S)
         self._attach.hang_up()
+        if self._following is not None:
+            self._following.cancel()
         await self._announcer.stop()
         await self._health.stop()
         await self._exporter.stop()
@@ -261,10 +266,25 @@ class ReplicaServer:
         if self._on_failure is not None:
             self._on_failure(error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _follow(self, routers: RouterList) -> None:
+        """Announce to these, and to those that they become."""
+        if self._following is not None:
+            self._following.cancel()
+        self._following = self._spawn(self._follow_on(routers))
+
+    async def _follow_on(self, routers: RouterList) -> None:
+        async for addresses in routers.changes():
+            left = self._routed.announce_to(addresses)
+            self._announcer.announce_to(addresses)
+            self._is_listed.set()
+            if left:
+                self._spawn(self._leave(left))
 
     async def _leave(self, routers: set[str]) -> None:
         await self._routed.wait_heard()  # one of them may only have another address now

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ import pytest
 
 from cluster.client import InternalError, Unavailable
 from cluster.config import ReplicaConfig
-from cluster.replica import session
+from cluster.replica import router_list, session
 from cluster.replica.server import HEARD_WITHIN_S
 from cluster.router import quota_share
 from cluster.router.link import Link
@@ -208,3 +209,41 @@ async def test_a_router_that_does_not_answer_keeps_no_replica_from_its_work_for_
                 await until(lambda: pool.num_ready == 0, 5)
         assert took_s[closed_port] < HEARD_WITHIN_S
         assert took_s[silent_port] < HEARD_WITHIN_S + 1.0
+
+
+async def test_a_replica_follows_a_file_of_routers_without_a_new_start(tmp_path: Path) -> None:
+    file = tmp_path / "routers"
+    async with script_pool(0) as first, script_pool(0) as second:
+        file.write_text(f"{first.router.address}\n")
+        one = await start_replica(ReplicaConfig(routers=(f"file:{file}",)))
+        await first.router.wait_ready(timeout_s=5)
+        assert second.num_ready == 0
+        file.write_text(f"# both\n{first.router.address}\n{second.router.address}\n")
+        await second.router.wait_ready(timeout_s=10)
+        assert first.num_ready == 1
+        stream = first.client.stream(PROMPT, max_tokens=400, seed=1)
+        pieces = [await anext(stream)]
+        file.write_text(f"{second.router.address}\n")
+        pieces += [piece async for piece in stream]
+        assert tuple(token for piece in pieces for token in piece.token_ids) == script(PROMPT, 1, 0, 400)
+        await until(lambda: first.num_ready == 0, 10)
+        assert second.num_ready == 1
+        await one.stop()
+
+
+async def test_a_replica_announces_itself_to_every_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with script_pool(0) as first, script_pool(0) as second:
+        known = [first.router.address]
+
+        async def resolve(_host: str, _port: int) -> list[str]:
+            return list(known)
+
+        monkeypatch.setattr(router_list, "_addresses", resolve)
+        monkeypatch.setattr(router_list, "DNS_PERIOD_S", 0.1)
+        monkeypatch.setattr(router_list, "FILE_PERIOD_S", 0.1)
+        one = await start_replica(ReplicaConfig(routers=("dns:routers:50050",)))
+        await first.router.wait_ready(timeout_s=5)
+        known.append(second.router.address)
+        await second.router.wait_ready(timeout_s=10)
+        assert first.num_ready == 1
+        await one.stop()
