@@ -11,6 +11,7 @@ from cluster.cli import admission_options as admission
 from cluster.cli import options
 from cluster.cli import security_options as security
 from cluster.cli.admission_options import PolicyName
+from cluster.cli.config_file import ConfigFile
 from cluster.cli.options import NETWORK, LogLevel
 from cluster.cli.running import run_until_stopped, usage_errors
 
@@ -60,6 +61,7 @@ def router(
     ] = True,
     insecure: options.Insecure = False,
     log_level: options.LogLevelOption = LogLevel.INFO,
+    _config: ConfigFile = None,
 ) -> None:
     """Run a router alone: it spreads requests over the replicas given here and those that announce themselves to it.
 

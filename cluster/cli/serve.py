@@ -11,6 +11,7 @@ from cluster.cli import admission_options as admission
 from cluster.cli import options
 from cluster.cli import security_options as security
 from cluster.cli.admission_options import PolicyName
+from cluster.cli.config_file import ConfigFile
 from cluster.cli.options import Device, Dtype, Graphs, LoadFormat, LogLevel
 from cluster.cli.running import run_until_stopped, usage_errors
 from cluster.cli.worker_options import worker_config
@@ -70,6 +71,7 @@ def serve(
     pool_token: security.PoolToken = None,
     insecure: options.Insecure = False,
     log_level: options.LogLevelOption = LogLevel.WARNING,
+    _config: ConfigFile = None,
 ) -> None:
     """Serve a model from this machine: a private Ray keeps the replicas alive, a router in this process takes requests.
 
