@@ -101,7 +101,7 @@ def import_once(options: argparse.Namespace, folder: Path) -> None:
     modules = ["bench.replica_grpc", "cluster.replica_process", "worker.build"]
     code = f"import {', '.join(modules)}"
     if options.device == "cuda":
-        code += "; from worker.kernels.build_server import import_kernels; import_kernels()"
+        code += "; from worker.kernels.build_main import import_kernels; import_kernels()"
     subprocess.run([sys.executable, "-c", code], env=with_byte_code(folder), check=True)
 
 

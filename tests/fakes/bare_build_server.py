@@ -11,13 +11,14 @@ import os
 import resource
 import sys
 
-from worker.kernels import build_server
 from worker.kernels.build_fork import BuildFork
 from worker.kernels.build_job import BuildJob
+from worker.kernels.build_main import take_over
+from worker.kernels.build_server import BuildServer
 
 
 def build(pickled: bytes) -> str:
-    """See build_server.build."""
+    """See build_main.build."""
     try:
         source = BuildJob.unpickled(pickled).source
         return "" if isinstance(source, bytes) else source.fn
@@ -43,6 +44,4 @@ if __name__ == "__main__":
     if "MAX_FILES" in os.environ:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ["MAX_FILES"]),) * 2)
     BuildFork.limit_s = 1.0
-    build_server.build = build
-    jobs = build_server.take_over()
-    build_server.BuildServer(jobs, num=int(sys.argv[1]), parent=int(sys.argv[2])).serve()
+    BuildServer(take_over(), build, num=int(sys.argv[1]), parent=int(sys.argv[2])).serve()

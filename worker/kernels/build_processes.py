@@ -29,7 +29,7 @@ LIMIT_S = 60.0
 is late here says that the server hangs."""
 TICK_S = 1.0
 """How often it is looked whether something is late."""
-SERVER = "worker.kernels.build_server"
+SERVER = "worker.kernels.build_main"
 
 
 class BuildProcesses:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from worker.causal_lm import NativeCausalLM
 from worker.context_ahead import make_context_ahead
-from worker.kernels.nothing_runs import NothingRuns
+from worker.kernels.nothing_runs import NothingRuns, nothing_launched
 from worker.model.architecture import DecoderConfig
 from worker.model.decoder import Decoder
 from worker.model.shortened import shortened
@@ -69,6 +70,26 @@ def test_a_value_that_is_asked_for_ends_the_walk() -> None:
     flag = torch.tensor([True])
     with NothingRuns(), pytest.raises((RuntimeError, NotImplementedError)):
         (flag & flag).item()
+
+
+def test_two_that_are_gone_through_at_once_leave_launches_as_they_were() -> None:
+    """Two engines may start in one process: what one of them put in place must not stay, and launch nothing for good."""
+    jit = pytest.importorskip("triton.runtime.jit").JITFunction
+    run, may_leave, entered = jit.run, threading.Event(), threading.Event()
+
+    def go_through() -> None:
+        with nothing_launched():
+            entered.set()
+            may_leave.wait(10)
+
+    first, second = threading.Thread(target=go_through), threading.Thread(target=go_through)
+    first.start()
+    entered.wait(10)
+    second.start()
+    may_leave.set()
+    first.join(10)
+    second.join(10)
+    assert jit.run is run
 
 
 def test_a_shortened_model_shares_weights_and_leaves_the_whole_one_alone() -> None:

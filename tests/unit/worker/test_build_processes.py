@@ -245,7 +245,7 @@ def test_a_machine_without_another_process_thread_or_file_builds_without(
         assert start_build_processes() is None
     assert f"built in this process alone: {error}" in caplog.text
     assert _open_files() == before
-    assert not children(os.getpid()) or not any("build_server" in _command(pid) for pid in children(os.getpid()))
+    assert not children(os.getpid()) or not any("build_main" in _command(pid) for pid in children(os.getpid()))
 
 
 def test_a_server_without_a_place_to_write_or_a_log_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def test_a_server_that_has_imported_all_kernels_has_one_thread_and_no_gpu() -> N
     script = """
 import os, sys
 from pathlib import Path
-from worker.kernels.build_server import import_kernels
+from worker.kernels.build_main import import_kernels
 import_kernels()
 assert len(os.listdir("/proc/self/task")) == 1, os.listdir("/proc/self/task")
 import torch

@@ -55,7 +55,7 @@ def test_a_folder_that_is_none_is_refused_in_words(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "from tests.fakes.compile_damaged import *; from worker.kernels.build_server import build\n"
+            "from tests.fakes.compile_damaged import *; from worker.kernels.build_main import build\n"
             "print(build(BuildJob.of(a_kernel()).pickled()))",
         ],
         cwd=ROOT,
