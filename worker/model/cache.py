@@ -119,7 +119,7 @@ def sha256_of(path: Path, progress: Progress | None = None) -> str:
             digest.update(chunk)
             done += len(chunk)
             if progress is not None:
-                progress("hash", done, total)
+                progress("checking the model file", done, total)
     return digest.hexdigest()
 
 

@@ -70,9 +70,9 @@ def convert(source: Path, directory: Path, progress: Progress) -> None:
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", special_tokens_from_gguf(metadata))
     _write_shards(directory, _weights(tensors, config, progress))
-    progress("tokenizer", 0, 1)
+    progress("converting the tokenizer", 0, 1)
     write_tokenizer(source, metadata, directory)
-    progress("tokenizer", 1, 1)
+    progress("converting the tokenizer", 1, 1)
 
 
 def _weights(
@@ -88,7 +88,7 @@ def _weights(
             values = _split_rotary_halves(values, heads)
         yield name, _smallest_exact(torch.from_numpy(np.array(values)))
         done += int(tensor.n_bytes)
-        progress("weights", done, total)
+        progress("converting the weights", done, total)
 
 
 def _values(tensor: Any) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -72,6 +72,21 @@ def _hub_snapshot(name: str, *, weights: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=list(_HUB_IGNORED)))
     except Exception as error:  # the errors of the hub's client and its HTTP library share no base
         raise ModelLoadError(
-            f"{name} is neither a local directory nor {EMBEDDED_MODEL}, and fetching it from the model hub failed: "
-            f"{type(error).__name__}"
+            f"{name} is neither a local directory nor {EMBEDDED_MODEL}, and the model hub does not give it: "
+            f"{_hub_problem(error)}"
         ) from error
+
+
+def _hub_problem(error: Exception) -> str:
+    """What a person can do about it; the client's own sentences run over many lines."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "its licence must be accepted on the hub first, and HF_TOKEN must say by whom"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such model, or HF_TOKEN may not see it"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return "the hub cannot be reached, and nothing of it lies in the hub's cache (HF_HOME)"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return type(error).__name__

@@ -49,7 +49,7 @@ def load_weights(decoder: Decoder, paths: Sequence[Path], progress: Progress = s
         for name, tensor in _read(path, names):
             targets[name].copy_(tensor)
             done += targets[name].nbytes
-            progress("weights", done, total)
+            progress("loading the weights", done, total)
     _check_tied_head(decoder, stored, targets)
 
 

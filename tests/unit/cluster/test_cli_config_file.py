@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ MODULES = {"serve": serve, "worker": worker, "router": router}
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What commands would serve with: the arguments of their service, and the level of their log."""
     found: list[Any] = []
+
+    def run_until_stopped(service: Callable[[], object], *, log_level: int) -> None:
+        service()
+        found.append(log_level)
+
     for name in MODULES:
-        place = f"cluster.cli.{name}"
-        monkeypatch.setattr(f"{place}._serve", lambda *arguments: found.extend(arguments))
-        monkeypatch.setattr(
-            f"{place}.run_until_stopped", lambda service, log_level: (service(), found.append(log_level))
-        )
+        monkeypatch.setattr(f"cluster.cli.{name}._serve", lambda *arguments: found.extend(arguments))
+        monkeypatch.setattr(f"cluster.cli.{name}.run_until_stopped", run_until_stopped)
     return found
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import errors as hub
 
 from tests.fakes.checkpoints import config_dict, write_checkpoint, write_config
 from worker.errors import ModelLoadError, UnsafeCheckpoint
@@ -146,7 +147,7 @@ def test_a_hub_id_without_network_is_one_clear_sentence(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
-    with pytest.raises(ModelLoadError, match=r"neither a local directory nor smollm2-135m.*model hub failed"):
+    with pytest.raises(ModelLoadError, match=r"neither a local directory nor smollm2-135m.*the hub cannot be reached"):
         resolve("graphpool-tests/there-is-no-such-model")
 
 
@@ -180,3 +181,28 @@ def test_resolving_loads_no_tensor_library() -> None:
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60)
 
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (hub.LocalEntryNotFoundError("x\n\nhttps://example.com"), "the hub cannot be reached"),
+        (hub.RepositoryNotFoundError.__new__(hub.RepositoryNotFoundError), "there is no such model, or HF_TOKEN"),
+        (hub.GatedRepoError.__new__(hub.GatedRepoError), "its licence must be accepted"),
+        (PermissionError(13, "Permission denied", "/cache"), "Permission denied"),
+        (RuntimeError("a secret"), "RuntimeError"),
+    ],
+)
+def test_a_hub_that_does_not_give_a_model_has_a_reason(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(
+        ModelLoadError, match="a/b is neither a local directory nor smollm2-135m, .*: " + reason
+    ) as caught:
+        resolve_model("a/b", cache_dir=tmp_path)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)

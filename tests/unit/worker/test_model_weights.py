@@ -190,7 +190,7 @@ def test_progress_ends_at_the_number_of_bytes_it_announced(tmp_path: Path) -> No
     load_weights(decoder, files_in("tiny", tmp_path).safetensors, lambda *report: seen.append(report))
 
     names, done, totals = zip(*seen, strict=True)
-    assert set(names) == {"weights"}
+    assert set(names) == {"loading the weights"}
     assert list(done) == sorted(done)
     assert done[-1] == totals[-1] == sum(parameter.nbytes for parameter in decoder.parameters())
 
