@@ -26,7 +26,8 @@ from worker.causal_lm import CausalLM
 from worker.decode_step import decode_step
 from worker.kernels.sample import sample
 from worker.sampling import SamplingParams
-from worker.sampling_table import ALL_NEEDS, DRAW_NEEDS, Need, SamplingViews
+from worker.sampling_needs import ALL_NEEDS, DRAW_NEEDS, Need
+from worker.sampling_views import SamplingViews
 
 KINDS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},

@@ -22,10 +22,9 @@ from worker.request import (
     Phase,
     RequestFailed,
     RequestPhase,
-    check_delivered,
 )
+from worker.request_check import check_request
 from worker.runner import Runner
-from worker.sampling import SamplingParams, check_token_ids
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, SequenceState
 from worker.step_output import StepOutput
@@ -356,34 +355,3 @@ class _Step:
     batch: Batch
     pending: PendingStep
     launched_s: float
-
-
-def check_request(request: GenerateRequest, info: EngineInfo) -> None:
-    """Refuse what this model can not serve. Raises InvalidRequest."""
-    length, params = len(request.prompt_token_ids), request.sampling
-    if length == 0:
-        raise InvalidRequest("prompt", "is empty")
-    if length >= info.max_model_len:
-        raise InvalidRequest("prompt", f"has {length} tokens, the limit is {info.max_model_len - 1}")
-    if params.max_tokens is not None and length + params.max_tokens > info.max_model_len:
-        raise InvalidRequest(
-            "max_tokens",
-            f"{params.max_tokens} after a prompt of {length} tokens is more than the context of {info.max_model_len}",
-        )
-    if params.min_tokens > info.max_model_len - length:
-        raise InvalidRequest("min_tokens", f"{params.min_tokens} is more than the context leaves")
-    check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
-    check_delivered(request, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
-    params.check_vocabulary(info.vocab_size)
-    _check_choice(params, info)
-    if params.stop and not info.has_tokenizer:
-        raise InvalidRequest("stop", "needs a tokenizer, and this model is served without one; use stop_token_ids")
-
-
-def _check_choice(params: SamplingParams, info: EngineInfo) -> None:
-    """Refuse a request that bans every token it allows until it has its `min_tokens`."""
-    if not params.min_tokens:
-        return
-    banned = {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids)}
-    if all(token_id in banned for token_id in params.allowed_token_ids or range(info.vocab_size)):
-        raise InvalidRequest("min_tokens", "leaves no token to choose: all that are allowed would end the answer")

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from worker.engine import Engine, check_request
+from worker.engine import Engine
 from worker.errors import Draining, EngineDead, QueueFull, WorkerError
 from worker.load import EngineInfo, LoadSnapshot
 from worker.policy import may_prepare
 from worker.progress import ProgressWatch
 from worker.request import EngineEvent, GenerateRequest, RequestFailed
+from worker.request_check import check_request
 from worker.service import EventSink
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from worker.inputs import MAX_PACKED, PrefillInputs
 from worker.kv_cache import KVCache
 from worker.sample_draw import SampleDraw
 from worker.sampler import Sampled
+from worker.sampling_needs import ALL_NEEDS, DRAW_NEEDS, Need
 from worker.sampling_stage import SamplingStage
-from worker.sampling_table import ALL_NEEDS, DRAW_NEEDS, Need
 from worker.step_kernels import Outputs, StepKernels
 from worker.tiers import TierTable
 

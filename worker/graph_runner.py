@@ -33,7 +33,7 @@ from worker.load import GraphReadiness, GraphSnapshot, GraphUse
 from worker.pending import DoneStep, PendingStep
 from worker.runner import EagerRunner
 from worker.sampler import Sampled
-from worker.sampling_table import DRAW_NEEDS, SampledRow, needs_of_all
+from worker.sampling_needs import DRAW_NEEDS, SampledRow, needs_of_all
 from worker.step_kernels import Outputs, TorchKernels
 from worker.step_output import StepOutput
 from worker.tiers import BucketTable, TierTable

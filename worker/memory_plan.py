@@ -28,7 +28,7 @@ from worker.model.files import ModelFiles
 from worker.model.source import resolve_model
 from worker.model.weights import list_tensors
 from worker.sampling import MAX_LOGIT_BIAS
-from worker.sampling_table import NUM_PLACES, NUM_REAL, NUM_WHOLE, WORD_BITS
+from worker.sampling_views import NUM_PLACES, NUM_REAL, NUM_WHOLE, WORD_BITS
 from worker.shapes import Shapes, choose_dtype, choose_shapes, kv_block_bytes
 
 CONTEXT_BYTES = 700 << 20

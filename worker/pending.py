@@ -10,7 +10,7 @@ import torch
 from worker.logprobs import logprob_of
 from worker.request import Logprob
 from worker.sampler import NUM_DETAILS, Sampled
-from worker.sampling_table import SampledRow
+from worker.sampling_needs import SampledRow
 from worker.step_output import StepOutput
 
 

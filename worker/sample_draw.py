@@ -10,7 +10,8 @@ import torch
 from worker.graphs.key import GraphKey
 from worker.request import GenerateRequest
 from worker.sampling import SamplingParams
-from worker.sampling_table import Need, SampledRow, SamplingTable, row_of
+from worker.sampling_needs import Need, SampledRow, row_of
+from worker.sampling_table import SamplingTable
 from worker.sequence import Sequence
 
 CHECKED_ROWS = 32

@@ -10,18 +10,8 @@ import torch
 from worker.mass import FRACTION_ONE, masses, ordered_keys, share, share_up, token_keys
 from worker.rng import device_fractions
 from worker.sampling import MAX_LOGPROBS
-from worker.sampling_table import (
-    ALL_NEEDS,
-    LOG2_E,
-    MAX_COUNT,
-    NUM_WHOLE,
-    WORD_BITS,
-    Need,
-    Place,
-    Real,
-    SamplingViews,
-    Whole,
-)
+from worker.sampling_needs import ALL_NEEDS, Need
+from worker.sampling_views import LOG2_E, MAX_COUNT, NUM_WHOLE, WORD_BITS, Place, Real, SamplingViews, Whole
 
 CANDIDATES = 1024
 """Tokens sorted first for top-k and top-p where the host may look; a row that needs more is sorted whole."""

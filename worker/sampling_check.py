@@ -10,7 +10,9 @@ import torch
 from worker.graphs.key import GraphKey
 from worker.sample_draw import SampleDraw
 from worker.sampler import Sampled, sample
-from worker.sampling_table import ALL_NEEDS, Need, Place, SamplingTable, SamplingViews, Whole
+from worker.sampling_needs import ALL_NEEDS, Need
+from worker.sampling_table import SamplingTable
+from worker.sampling_views import Place, SamplingViews, Whole
 
 Sample = Callable[[torch.Tensor, SamplingViews, Need], Sampled]
 

@@ -13,7 +13,8 @@ from worker.inputs import MAX_PACKED
 from worker.kernels.device import has_triton
 from worker.sampler import Sampled, sample
 from worker.sampling_check import Sample, agrees
-from worker.sampling_table import Need, SampledRow, SamplingTable, needs_of_all, row_of
+from worker.sampling_needs import Need, SampledRow, needs_of_all, row_of
+from worker.sampling_table import SamplingTable
 from worker.step_kernels import StepKernels, TorchKernels
 
 log = logging.getLogger(__name__)

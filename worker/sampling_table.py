@@ -6,11 +6,8 @@ next step over the same rows needs nothing from the host. A row only names its s
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,163 +15,23 @@ import torch
 
 from worker.mass import FRACTION_ONE
 from worker.sampling import MAX_LOGIT_BIAS, SamplingParams
+from worker.sampling_needs import SampledRow, needs_of, position_of
+from worker.sampling_views import (
+    LOG2_E,
+    MAX_COUNT,
+    NUM_PLACES,
+    NUM_REAL,
+    NUM_WHOLE,
+    WORD_BITS,
+    Real,
+    SamplingViews,
+    Whole,
+)
 from worker.sequence import Sequence, SequenceState
 from worker.staging import Staging
 
-LOG2_E = math.log2(math.e)
 LEAST_REPETITION_PENALTY = 1e-6
 """Dividing logits by less could overflow, which would look like a model that is broken."""
-MAX_COUNT = (1 << 14) - 1
-"""Occurrences of one token that penalties tell apart."""
-WORD_BITS = 32
-"""Tokens in one word of a mask."""
-
-
-class Need(enum.IntFlag):
-    """What a row's choice takes beyond the likeliest token."""
-
-    RANDOM = 1
-    """A draw."""
-    CUT = 2
-    """A threshold that top-k or top-p set."""
-    MIN_P = 4
-    PENALTY = 8
-    BIAS = 16
-    ALLOWED = 32
-    """Only some tokens may be chosen."""
-    BANNED = 64
-    """Some tokens may not be chosen before a number of tokens."""
-    LOGPROBS = 128
-    EDITS = PENALTY | BIAS | ALLOWED | BANNED
-    """Anything that changes logits."""
-
-
-ALL_NEEDS = Need((1 << 8) - 1)
-DRAW_NEEDS = Need.RANDOM | Need.MIN_P
-"""What one look at the logits is enough for."""
-_BANNED = int(Need.BANNED)
-
-
-class Whole(enum.IntEnum):
-    """Columns of a seat's int64 numbers."""
-
-    NEEDS = 0
-    TOP_K = 1
-    TOP_P = 2
-    """In units of 2**-24."""
-    SEED = 3
-    CHOICE = 4
-    POSITION = 5
-    """Tokens generated so far: the counter of the next random number. A step moves it on."""
-    MIN_TOKENS = 6
-    NUM_BIAS = 7
-    NUM_LOGPROBS = 8
-
-
-class Real(enum.IntEnum):
-    """Columns of a seat's float32 numbers."""
-
-    SCALE = 0
-    """From logits to powers of two: log2(e) / temperature."""
-    MIN_P = 1
-    """log2 of it."""
-    REPETITION = 2
-    PRESENCE = 3
-    FREQUENCY = 4
-
-
-class Place(enum.IntEnum):
-    """Columns of a row's int64 numbers."""
-
-    LOGITS = 0
-    """The row of the logits it chooses from."""
-    TOKEN = 1
-    """Where its greedy token lies in `last_tokens`, and its token goes."""
-    SEAT = 2
-
-
-NUM_WHOLE, NUM_REAL, NUM_PLACES = 16, 8, 3
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingViews:
-    """What one sampling step reads and writes, by fixed addresses. Seats are the first dimension of all but `places`."""
-
-    places: torch.Tensor
-    """[rows, NUM_PLACES] int64; padding rows sit in the last seat, which needs nothing."""
-    whole: torch.Tensor
-    """[seats, NUM_WHOLE] int64."""
-    real: torch.Tensor
-    """[seats, NUM_REAL] float32."""
-    counts: torch.Tensor
-    """[seats, vocab] int16: twice the occurrences in the answer, plus one for tokens of the prompt. Only penalised
-    seats are ever written or read."""
-    allowed: torch.Tensor
-    """[seats, words] int32, one bit a token."""
-    banned: torch.Tensor
-    """[seats, words] int32, one bit a token."""
-    bias_ids: torch.Tensor
-    """[seats, MAX_LOGIT_BIAS] int32, ascending."""
-    bias: torch.Tensor
-    """[seats, MAX_LOGIT_BIAS] float32."""
-    last_tokens: torch.Tensor
-    """[places] int64."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens the model knows."""
-        return self.counts.shape[1]
-
-
-class SampledRow(NamedTuple):
-    """A sequence that a step samples for, the row of its logits, the place of its token, and what it needs."""
-
-    sequence: Sequence
-    logits: int
-    token: int
-    needs: int
-
-
-def row_of(sequence: Sequence, logits: int, token: int) -> SampledRow:
-    """The row of a sequence whose next token is chosen from row `logits`."""
-    return SampledRow(sequence, logits, token, needs_of(sequence))
-
-
-def needs_of_all(rows: tuple[SampledRow, ...]) -> Need:
-    """What the rows need at most."""
-    needs = 0
-    for row in rows:
-        needs |= row.needs
-    return Need(needs)
-
-
-def needs_of(sequence: Sequence) -> int:
-    """What the next token of `sequence` takes, a sum of Needs, with those under way counted as generated.
-
-    Asked for every row of every step: what does not change is found once.
-    """
-    needs = sequence.sampling_needs
-    if needs < 0:
-        needs = sequence.sampling_needs = int(_lasting_needs(sequence.request.sampling))
-    min_tokens = sequence.request.sampling.min_tokens
-    return needs | _BANNED if min_tokens and position_of(sequence) < min_tokens else needs
-
-
-def _lasting_needs(params: SamplingParams) -> Need:
-    needs = Need(0)
-    if not params.is_greedy:
-        needs |= Need.RANDOM
-        needs |= Need.CUT if params.top_k > 0 or params.top_p < 1 else Need(0)
-        needs |= Need.MIN_P if params.min_p > 0 else Need(0)
-    needs |= Need.PENALTY if params.has_penalties else Need(0)
-    needs |= Need.BIAS if params.logit_bias else Need(0)
-    needs |= Need.ALLOWED if params.allowed_token_ids else Need(0)
-    return needs | (Need.LOGPROBS if params.logprobs is not None else Need(0))
-
-
-def position_of(sequence: Sequence) -> int:
-    """Which of its generated tokens the next step chooses."""
-    return sequence.length - sequence.num_prompt
 
 
 class SamplingTable:

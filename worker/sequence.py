@@ -45,7 +45,7 @@ class Sequence:
     claim: bytes | None = None
     """Identity of the block that others wait for this sequence to compute."""
     sampling_needs: int = -1
-    """What choosing its tokens takes, see worker.sampling_table; negative until somebody asks."""
+    """What choosing its tokens takes, see worker.sampling_needs; negative until somebody asks."""
     state: SequenceState = SequenceState.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0

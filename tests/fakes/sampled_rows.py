@@ -10,7 +10,9 @@ import torch
 
 from worker.request import GenerateRequest
 from worker.sampling import SamplingParams
-from worker.sampling_table import SamplingTable, SamplingViews, needs_of_all, row_of
+from worker.sampling_needs import needs_of_all, row_of
+from worker.sampling_table import SamplingTable
+from worker.sampling_views import SamplingViews
 from worker.sequence import Sequence, SequenceState
 
 EOS = (3,)

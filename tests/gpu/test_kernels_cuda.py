@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes import reference_kernels as reference
 from tests.fakes.kernel_inputs import Heads, Pool, layout, projections, workspace
-from worker.kernels import reference
 from worker.kernels.device import has_triton
 
 pytestmark = [

@@ -9,8 +9,8 @@ import torch
 
 from bench.kernels import Way
 from bench.shapes import SHAPES
+from tests.fakes import reference_kernels as reference
 from tests.fakes.whole_steps import CUDA, Decoding, check, model_of, two_layers
-from worker.kernels import reference
 from worker.kernels.device import has_triton
 
 pytestmark = [

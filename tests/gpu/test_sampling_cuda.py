@@ -18,7 +18,8 @@ from worker.graph_runner import GraphRunner
 from worker.graphs.sync_counter import SyncCounter, SyncKind
 from worker.request import ChoiceDelta, GenerateRequest
 from worker.sampling import SamplingParams
-from worker.sampling_table import ALL_NEEDS, SamplingViews
+from worker.sampling_needs import ALL_NEEDS
+from worker.sampling_views import SamplingViews
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -15,7 +15,8 @@ from worker.kernels.sampling_rows import Tables
 from worker.kernels.sampling_scratch import BLOCK, scratch_spec
 from worker.kernels.sampling_survey import survey, weigh
 from worker.sampler import NUM_DETAILS, Sampled
-from worker.sampling_table import ALL_NEEDS, Need, SamplingViews
+from worker.sampling_needs import ALL_NEEDS, Need
+from worker.sampling_views import SamplingViews
 
 
 def sample(logits: torch.Tensor, views: SamplingViews, needs: Need = ALL_NEEDS, *, block: int = BLOCK) -> Sampled:

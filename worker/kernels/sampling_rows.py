@@ -8,10 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from worker import mass, sampling_table
+from worker import mass, sampling_views
 from worker.rng import UNIFORM_BITS
 from worker.sampling import MAX_LOGIT_BIAS
-from worker.sampling_table import Need, Place, Real, Whole
+from worker.sampling_needs import Need
+from worker.sampling_views import Place, Real, Whole
 
 RANDOM = tl.constexpr(int(Need.RANDOM))
 CUT = tl.constexpr(int(Need.CUT))
@@ -23,11 +24,11 @@ _BIAS = tl.constexpr(int(Need.BIAS))
 _ALLOWED = tl.constexpr(int(Need.ALLOWED))
 _BANNED = tl.constexpr(int(Need.BANNED))
 
-PLACES = tl.constexpr(sampling_table.NUM_PLACES)
+PLACES = tl.constexpr(sampling_views.NUM_PLACES)
 LOGITS = tl.constexpr(int(Place.LOGITS))
 TOKEN = tl.constexpr(int(Place.TOKEN))
 SEAT = tl.constexpr(int(Place.SEAT))
-WHOLE = tl.constexpr(sampling_table.NUM_WHOLE)
+WHOLE = tl.constexpr(sampling_views.NUM_WHOLE)
 NEEDS = tl.constexpr(int(Whole.NEEDS))
 TOP_K = tl.constexpr(int(Whole.TOP_K))
 TOP_P = tl.constexpr(int(Whole.TOP_P))
@@ -37,15 +38,15 @@ POSITION = tl.constexpr(int(Whole.POSITION))
 NUM_LOGPROBS = tl.constexpr(int(Whole.NUM_LOGPROBS))
 _MIN_TOKENS = tl.constexpr(int(Whole.MIN_TOKENS))
 _NUM_BIAS = tl.constexpr(int(Whole.NUM_BIAS))
-REAL = tl.constexpr(sampling_table.NUM_REAL)
+REAL = tl.constexpr(sampling_views.NUM_REAL)
 SCALE = tl.constexpr(int(Real.SCALE))
 LEAST_P = tl.constexpr(int(Real.MIN_P))
 _REPETITION = tl.constexpr(int(Real.REPETITION))
 _PRESENCE = tl.constexpr(int(Real.PRESENCE))
 _FREQUENCY = tl.constexpr(int(Real.FREQUENCY))
 
-MAX_COUNT = tl.constexpr(sampling_table.MAX_COUNT)
-LOG2_E = tl.constexpr(sampling_table.LOG2_E)
+MAX_COUNT = tl.constexpr(sampling_views.MAX_COUNT)
+LOG2_E = tl.constexpr(sampling_views.LOG2_E)
 FRACTION_BITS = tl.constexpr(UNIFORM_BITS)
 FRACTION_ONE = tl.constexpr(mass.FRACTION_ONE)
 NO_KEY = tl.constexpr(-9223372036854775807)
@@ -61,7 +62,7 @@ _UNIT_BITS = tl.constexpr(mass.UNIT_BITS)
 
 
 class Tables(NamedTuple):
-    """What every launch reads of the sampled rows; see worker.sampling_table.SamplingViews."""
+    """What every launch reads of the sampled rows; see worker.sampling_views.SamplingViews."""
 
     logits: torch.Tensor
     places: torch.Tensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.fakes import reference_kernels as reference
 from tests.fakes.kernel_inputs import Heads, Pool, layout, projections, workspace
 from tests.fakes.triton_interpreter import DEVICE
-from worker.kernels import reference
 from worker.kernels.decode_attention import decode_attention
 from worker.kernels.rope_cache import rope_and_cache
 from worker.kernels.split_plan import SplitPlan

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.fakes import reference_kernels as reference
 from tests.fakes.fixed_order_interpreter import products_like_instructions, short_splits  # noqa: F401
 from tests.fakes.kernel_inputs import Heads, Pool, layout
 from tests.fakes.triton_interpreter import DEVICE
-from worker.kernels import reference
 from worker.kernels.fixed_order_attention import QueryTables, SplitWorkspace, attention
 from worker.kernels.fixed_order_matmul import ROW_TILES, SplitSums, matmul, matmul_gated, split_count
 from worker.kernels.fixed_order_rope import turn_and_store

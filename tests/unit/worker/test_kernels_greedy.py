@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.fakes import reference_kernels as reference
 from tests.fakes.triton_interpreter import DEVICE
-from worker.kernels import reference
 from worker.kernels.greedy import RowState, greedy, pick_tokens
 
 

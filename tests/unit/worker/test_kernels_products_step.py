@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes import reference_kernels as reference
 from tests.fakes.small_steps import FAMILIES, steps
-from worker.kernels import reference
 
 LONG_WIDTHS = (72, 260)
 """Blocks of tiers in which the keys of a row are divided among programs, early and late."""

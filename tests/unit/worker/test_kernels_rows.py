@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.fakes import reference_kernels as reference
 from tests.fakes.triton_interpreter import DEVICE
-from worker.kernels import reference
 from worker.kernels.rms_norm import rms_norm
 from worker.kernels.silu_mul import silu_mul
 

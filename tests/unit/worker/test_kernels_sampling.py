@@ -16,7 +16,8 @@ from worker import sampler
 from worker.kernels import sample as fused
 from worker.kernels.sampling_scratch import CAPACITY
 from worker.sampling import SamplingParams
-from worker.sampling_table import ALL_NEEDS, SamplingViews
+from worker.sampling_needs import ALL_NEEDS
+from worker.sampling_views import SamplingViews
 
 # What a row that is not finite computes means nothing, and NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")

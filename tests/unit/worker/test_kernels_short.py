@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.shapes import SHAPES
+from tests.fakes import reference_kernels as reference
 from tests.fakes.small_steps import BLOCK_SIZE, FAMILIES, WIDTH, steps
-from worker.kernels import reference
 from worker.kernels.short_plan import MAX_GROUP, PLANS, ShortPlan, candidates, short_plan
 from worker.kernels.vector_tiles import MAX_NUMBERS_A_THREAD, Tile
 from worker.model.architecture import DecoderConfig

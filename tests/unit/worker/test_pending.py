@@ -6,7 +6,7 @@ from tests.fakes.sampled_rows import Rows, sequence
 from worker.pending import TokenMailbox
 from worker.sampler import NUM_DETAILS, sample
 from worker.sampling import SamplingParams
-from worker.sampling_table import row_of
+from worker.sampling_needs import row_of
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.philox import uniforms
 from tests.fakes.sampled_rows import EOS, Rows, sequence
 from worker.logprobs import logprob_of
 from worker.mass import FRACTION_ONE, masses, share, share_up
-from worker.rng import uniforms
 from worker.sampler import CANDIDATES, sample
 from worker.sampling import SamplingParams
-from worker.sampling_table import MAX_COUNT
+from worker.sampling_views import MAX_COUNT
 
 NUM_DRAWS = 4000
 

@@ -12,7 +12,8 @@ from worker.kernels import sample as fused
 from worker.runner import EagerRunner
 from worker.sampler import Sampled
 from worker.sampling_check import agrees
-from worker.sampling_table import Need, SamplingViews
+from worker.sampling_needs import Need
+from worker.sampling_views import SamplingViews
 
 VOCAB = 400
 

@@ -7,7 +7,9 @@ import torch
 
 from tests.fakes.sampled_rows import EOS, sequence
 from worker.sampling import SamplingParams
-from worker.sampling_table import NUM_PLACES, Need, Place, SampledRow, SamplingTable, Whole, needs_of, row_of
+from worker.sampling_needs import Need, SampledRow, needs_of, row_of
+from worker.sampling_table import SamplingTable
+from worker.sampling_views import NUM_PLACES, Place, Whole
 from worker.sequence import Sequence, SequenceState
 
 VOCAB = 70

@@ -1,4 +1,4 @@
-"""What every kernel computes, in plain torch. Tests and measurements compare with these."""
+"""What every kernel computes, in plain torch: what tests compare them with."""
 
 from __future__ import annotations
 
