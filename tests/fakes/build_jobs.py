@@ -8,9 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REFUSED = "int' object has no attribute"
-"""In what is said of a call that does nothing wrong, and is no kernel."""
-
 
 class Options:
     """Stands for a backend's."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Pipe
 from typing import NoReturn
 
-LIMIT_S = 30.0
-"""For one kernel. Those of this package take a second; on a machine that does much else, some."""
+LIMIT_S = 60.0
+"""For one kernel. Those of this package take a second; on a machine that does much else, ten or twenty."""
 PR_SET_PDEATHSIG = 1
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MAX_PROCESSES = 16
 MIN_CORES = 4
 """With fewer, importing what the processes need takes from this process what they give it."""
-LIMIT_S = 60.0
+LIMIT_S = 90.0
 """For one kernel, and for the start of the server before the first. The server ends one that hangs before that, and what
 is late here says that the server hangs."""
 TICK_S = 1.0
