@@ -129,6 +129,10 @@ class LocalPool:
         """Every replica the router knows, with its state and load."""
         return self._router.pool.loads()
 
+    async def model_info(self) -> control_pb2.ModelInfo:
+        """The model that the replicas serve."""
+        return await self._router.pool.model_info(self._config.worker.model)
+
     def ready(self) -> list[control_pb2.ReplicaLoad]:
         """The replicas that take requests."""
         return [replica for replica in self.loads() if replica.state == control_pb2.REPLICA_STATE_READY]
@@ -192,7 +196,8 @@ class LocalPool:
         self._progress.doing("starting Ray Serve")
         await self._ray.call(deploy, self._pool_config())
         self._progress.done("Ray Serve, with a token and a folder of its own")
-        self._progress.doing(f"{config.num_replicas} replicas load {config.worker.model}")
+        count = "one replica loads" if config.num_replicas == 1 else f"{config.num_replicas} replicas load"
+        self._progress.doing(f"{count} {config.worker.model}")
         await self._wait_until_ready()
 
     def _check_machine(self) -> None:

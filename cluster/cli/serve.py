@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cluster.cli.startup import StartupLines
     from cluster.local_pool import LocalPool, LocalPoolConfig
     from cluster.security.config import SecurityConfig
+    from protos.control_pb2 import ModelInfo
 
 WATCH_S = 0.5
 
@@ -139,7 +140,7 @@ async def _serve(config: LocalPoolConfig) -> None:
         try:
             async with LocalPool(config, lines) as pool:
                 settle_heap()
-                _say_ready(lines, pool, config.router.security)
+                _say_ready(lines, pool, await _model_info(pool), config.router.security)
                 await _tell_changes(pool, lines)
         except asyncio.CancelledError:
             lines.done("stopped")
@@ -150,7 +151,20 @@ def _replicas(count: int) -> str:
     return "one replica" if count == 1 else f"{count} replicas"
 
 
-def _say_ready(lines: StartupLines, pool: LocalPool, asked: SecurityConfig) -> None:
+async def _model_info(pool: LocalPool) -> ModelInfo:
+    """What is served; should a replica be lost just now, what most models are."""
+    from cluster.errors import ClusterError
+    from protos.control_pb2 import ModelInfo
+
+    try:
+        return await pool.model_info()
+    except ClusterError:
+        return ModelInfo(has_tokenizer=True, has_chat_template=True)
+
+
+def _say_ready(lines: StartupLines, pool: LocalPool, info: ModelInfo, asked: SecurityConfig) -> None:
+    from cluster.cli.first_words import QUESTION, suggestion
+
     address = pool.address
     lines.done(f"[bold]ready[/] at [bold]{address}[/]; Ctrl-C stops everything")
     if pool.metrics_address:
@@ -158,11 +172,13 @@ def _say_ready(lines: StartupLines, pool: LocalPool, asked: SecurityConfig) -> N
     if asked.asks_who or asked.has_tls:
         lines.say("  callers say who they are: see Security in `graphpool chat --help`")
         return
-    lines.say(f'  graphpool chat --address {address} "Why is the sky blue?"')
-    lines.say(
-        '  grpcurl -plaintext -d \'{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}\' '
-        f"{address} graphpool.v1.GenerationService/ChatStream"
-    )
+    for line in suggestion(address, has_tokenizer=info.has_tokenizer, has_chat_template=info.has_chat_template):
+        lines.say(line)
+    if info.has_chat_template:
+        lines.say(
+            f'  grpcurl -plaintext -d \'{{"messages": [{{"role": "user", "content": "{QUESTION}"}}]}}\' '
+            f"{address} graphpool.v1.GenerationService/ChatStream"
+        )
 
 
 async def _tell_changes(pool: LocalPool, lines: StartupLines) -> None:

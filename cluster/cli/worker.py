@@ -127,6 +127,7 @@ def worker(
 async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) -> None:
     from rich.markup import escape
 
+    from cluster.cli.first_words import suggestion
     from cluster.cli.startup import StartupLines
     from cluster.replica_process import ReplicaProcess
     from cluster.transport import check_free
@@ -140,10 +141,15 @@ async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) ->
         lines.done(
             f"{escape(info.model)}: {info.architecture}, {info.dtype} on {info.device}, up to {info.max_model_len} tokens"
         )
-        lines.done(f"ready at [bold]{process.server.address}[/] as {escape(process.server.name)}")
+        name = process.server.name
+        called = "" if name == process.server.address else f" as {escape(name)}"
+        lines.done(f"ready at [bold]{process.server.address}[/]{called}")
         if process.server.metrics_address:
             lines.say(f"  metrics:  {config.security.http}://{process.server.metrics_address}/metrics")
-        lines.say(f'  try:  graphpool chat --address {process.server.address} "Why is the sky blue?"')
+        for line in suggestion(
+            process.server.address, has_tokenizer=info.has_tokenizer, has_chat_template=info.has_chat_template
+        ):
+            lines.say(line)
         try:
             await asyncio.Event().wait()
         finally:
