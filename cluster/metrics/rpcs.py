@@ -14,6 +14,8 @@ from prometheus_client.core import Metric
 from cluster.handlers import Behaviour, Context, Handler, behaviour_of, with_behaviour
 from cluster.metrics.families import counter
 
+ON_THE_WAY_S = 0.05
+"""A deadline is told as the time that is left, and counted from when that arrives."""
 _NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
@@ -49,6 +51,7 @@ class RpcCounter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     def _watched(self, behaviour: Behaviour, method: str) -> Behaviour:
         async def answer(request: Any, context: Context) -> Any:
             code = grpc.StatusCode.UNKNOWN.name
+            given_s = context.time_remaining()
             try:
                 response = await behaviour(request, context)
                 code = grpc.StatusCode.OK.name
@@ -57,14 +60,18 @@ class RpcCounter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                 code = _NAMES.get(_number(context.code()), code)
                 raise
             except asyncio.CancelledError:
-                left_s = context.time_remaining()
-                is_late = left_s is not None and left_s <= 0
+                is_late = _is_late(given_s, context.time_remaining())
                 code = (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name
                 raise
             finally:
                 self._counts[method, code] += 1
 
         return answer
+
+
+def _is_late(given_s: float | None, left_s: float | None) -> bool:
+    """Whether it is the deadline that ended a call. A client notices first: gRPC rounds what it tells up by a hundredth."""
+    return given_s is not None and left_s is not None and left_s <= 0.01 * given_s + ON_THE_WAY_S
 
 
 def _number(code: Any) -> int:

@@ -60,7 +60,7 @@ class ChaosPool:
         """Replicas that the first router places requests on."""
         return sum(load.state == control_pb2.REPLICA_STATE_READY for load in (await self.loads()).values())
 
-    async def wait_ready(self, count: int, timeout_s: float = 30.0) -> float:
+    async def wait_ready(self, count: int, timeout_s: float = 60.0) -> float:
         """Until exactly so many are ready; returns how long it took."""
         started_s = time.monotonic()
         async with asyncio.timeout(timeout_s):
@@ -85,13 +85,13 @@ class ChaosPool:
         loads = await self.loads()
         return max(loads, key=lambda name: loads[name].router_streams)
 
-    async def serving(self, name: str, timeout_s: float = 10.0) -> None:
+    async def serving(self, name: str, timeout_s: float = 30.0) -> None:
         """Until the replica answers at least one request."""
         async with asyncio.timeout(timeout_s):
             while not ((load := (await self.loads()).get(name)) and load.router_streams):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-    async def wait_idle(self, timeout_s: float = 5.0) -> None:
+    async def wait_idle(self, timeout_s: float = 20.0) -> None:
         """Until nothing is left of any request; a router knows a replica's load as it was up to a report ago."""
         async with asyncio.timeout(timeout_s):
             while any(_is_busy(load) for load in (await self.loads()).values()):  # noqa: ASYNC110

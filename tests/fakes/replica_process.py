@@ -54,7 +54,7 @@ async def spawn_replica(config: Mapping[str, object], knobs: Mapping[str, object
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         address = (await process.stdout.readline()).decode().strip()
     assert address, f"the replica process exited with {await process.wait()}"
     return ReplicaProcess(process, address)

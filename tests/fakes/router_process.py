@@ -42,7 +42,7 @@ async def spawn_router(
         stderr=stderr,
     )
     assert process.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         address = (await process.stdout.readline()).decode().strip()
     assert address, f"the router process exited with {await process.wait()}"
     return RouterProcess(process, address)

@@ -64,13 +64,22 @@ class ScriptPool:
         """Whether a request runs alone on a replica, to find out whether it ends that one too."""
         return any(stream.is_on_trial for link in self.router._membership.links for stream in link._streams.values())
 
+    async def wait_idle(self) -> None:
+        """Until the router has heard that nothing is left of any request; it knows a load as it was up to a report ago."""
+        await until(lambda: not any(_is_busy(load) for load in self.router.pool.loads()))
+
     async def spawn(self, name: str, config: Mapping[str, object] | None = None, /, **knobs: object) -> ReplicaProcess:
         """One more replica, as a process of its own that ends with the pool; returns when it is ready."""
         before = self.num_ready
         process = await spawn_replica({"routers": [self.router.address], "name": name, **(config or {})}, knobs)
         self.processes.append(process)
-        await until(lambda: self.num_ready == before + 1, 15)
+        await until(lambda: self.num_ready == before + 1, 60)
         return process
+
+
+def _is_busy(load: control_pb2.ReplicaLoad) -> bool:
+    here = load.router_streams + load.router_outstanding_tokens
+    return here + load.load.running + load.load.waiting > 0
 
 
 async def start_replica(
@@ -111,7 +120,7 @@ async def script_pool(
             config = replace(replica or ReplicaConfig(), routers=(server.address,))
             replicas.append(await start_replica(config, replace(knobs or ScriptKnobs())))
         if num_replicas:
-            await server.wait_ready(num_replicas, timeout_s=10)
+            await server.wait_ready(num_replicas, timeout_s=30)
         yield pool
     finally:
         await client.close()

@@ -139,7 +139,7 @@ async def test_requests_show_while_they_run_and_an_end_by_the_client_is_counted_
         streams = [await stack.enter_async_context(pool.client.stream(PROMPT, max_tokens=3000)) for _ in range(2)]
         for stream in streams:
             await anext(stream)
-        waiting = asyncio.create_task(pool.client.generate(PROMPT, max_tokens=3, timeout_s=0.3))
+        waiting = asyncio.create_task(pool.client.generate(PROMPT, max_tokens=3, timeout_s=2.0))
         await until(lambda: pool.replicas[0].engine.load().waiting == 1)
         router, replica = await both(pool)
         assert router.value("streams") == 3

@@ -19,10 +19,12 @@ from tests.fakes.replica_process import ReplicaProcess
 from tests.fakes.scrape import scrape
 from tests.fakes.script_engine import script
 from tests.fakes.script_pool import FAST, ScriptPool, script_pool
+from tests.fakes.waiting import until
 
 POISON = (66, 6)
 PROMPT = (10, 20, 30)
-STEP_S = 0.003
+STEP_S = 0.01
+"""Long enough for a busy machine to keep up with the steps of three processes."""
 NEVER_S = 3600.0
 MEASURED = replace(FAST, metrics_listen="127.0.0.1:0")
 
@@ -67,6 +69,7 @@ async def test_one_poison_among_64_requests_costs_two_of_three_replicas_and_no_o
         with pytest.raises(InternalError, match="ends the replica"):
             await read(pool.client.stream(POISON, max_tokens=150))
         answers = await asyncio.gather(*innocents)
+        await until(lambda: num_dead(processes) >= 2)
         await asyncio.sleep(0.3)
         assert num_dead(processes) == 2
     assert [ids(pieces) for pieces in answers] == [script(PROMPT, seed, 0, 150) for seed in range(63)]
@@ -94,7 +97,7 @@ async def test_suspects_are_tried_in_turn_and_no_stream_waits_long() -> None:
         async def timed(seed: int) -> tuple[int, ...]:
             received: list[int] = []
             last_s = time.monotonic()
-            async for piece in pool.client.stream(PROMPT, max_tokens=400, seed=seed):
+            async for piece in pool.client.stream(PROMPT, max_tokens=200, seed=seed):
                 now_s = time.monotonic()
                 if received:
                     gaps.append(now_s - last_s)
@@ -106,6 +109,6 @@ async def test_suspects_are_tried_in_turn_and_no_stream_waits_long() -> None:
         await asyncio.sleep(0.8)
         await processes[0].kill()
         answers = await asyncio.gather(*streams)
-    assert answers == [script(PROMPT, seed, 0, 400) for seed in range(90)]
+    assert answers == [script(PROMPT, seed, 0, 200) for seed in range(90)]
     # The gap of a stream on the lost replica: its wait for a trial, and the trial.
-    assert max(gaps) < 2.0
+    assert max(gaps) < 3.0

@@ -40,13 +40,13 @@ def client(pool: ScriptPool, keys: Secured, tenant: str, **config: object) -> As
 
 
 async def test_s18_tokens_over_the_quota_are_refused_with_the_time_to_come_back(tmp_path: Path) -> None:
-    keys = secured(tmp_path, acme={"tokens_per_s": 100, "burst_tokens": 100}, globex={})
+    keys = secured(tmp_path, acme={"tokens_per_s": 40, "burst_tokens": 100}, globex={})
     async with secured_pool(keys) as pool, client(pool, keys, "globex") as other:
         await pool.client.generate(PROMPT, max_tokens=80, temperature=0, ignore_eos=True)
-        with pytest.raises(ResourceExhausted, match="quota of 100 tokens a second") as caught:
+        with pytest.raises(ResourceExhausted, match="quota of 40 tokens a second") as caught:
             await pool.client.generate(PROMPT, max_tokens=80, temperature=0)
         assert caught.value.retry_after_s is not None
-        assert 0.3 < caught.value.retry_after_s <= 1.0
+        assert 0.3 < caught.value.retry_after_s <= 2.5
         await other.generate(PROMPT, max_tokens=80, temperature=0)
         await asyncio.sleep(caught.value.retry_after_s + 0.05)
         await pool.client.generate(PROMPT, max_tokens=80, temperature=0)
@@ -73,8 +73,11 @@ async def test_s18_streams_over_the_quota_are_refused_and_slots_come_back(tmp_pa
             await pool.client.generate(PROMPT, max_tokens=4)
         assert caught.value.retry_after_s is not None
         streams[0].cancel()
-        await asyncio.sleep(0.2)
-        await pool.client.generate(PROMPT, max_tokens=4)
+        answer = None
+        async with asyncio.timeout(20):
+            while answer is None:
+                with contextlib.suppress(ResourceExhausted):
+                    answer = await pool.client.generate(PROMPT, max_tokens=4)
         streams[1].cancel()
 
 
@@ -268,7 +271,7 @@ async def test_s18_what_tenants_use_and_are_refused_is_in_the_metrics(tmp_path: 
             await pool.client.generate(PROMPT, max_tokens=90)
         with pytest.raises(PermissionDenied):
             await monitor.generate(PROMPT)
-        found = await asyncio.to_thread(fetch, pool.router.metrics_address, keys.tokens["monitor"])
+        found = await asyncio.to_thread(fetch, pool.router.metrics_address, token=keys.tokens["monitor"])
     for line in (
         'graphpool_tenant_tokens_total{tenant="acme"} 70.0',
         'graphpool_tenant_refused_requests_total{tenant="acme"} 1.0',
@@ -285,7 +288,7 @@ async def test_s18_the_wait_for_a_turn_is_part_of_an_answers_times(tmp_path: Pat
         secured_pool(keys, knobs=ScriptKnobs(step_s=0.01, max_rows=1)) as pool,
         client(pool, keys, "globex") as other,
     ):
-        stream = pool.client.stream(PROMPT, max_tokens=40, temperature=0, ignore_eos=True)
+        stream = pool.client.stream(PROMPT, max_tokens=150, temperature=0, ignore_eos=True)
         await stream.__anext__()
         answer = await other.generate(PROMPT, max_tokens=2, temperature=0, ignore_eos=True)
         assert answer.timings is not None
