@@ -22,7 +22,7 @@ async def replica_of(pool: ScriptPool, prompt: tuple[int, ...], max_tokens: int 
 
 async def test_prompts_that_begin_alike_go_to_one_replica_and_others_elsewhere() -> None:
     async with script_pool(4, router=replace(FAST, policy="prefix")) as pool:
-        homes = []
+        homes: list[str] = []
         for family in range(12):
             prompts = [(family + 100, *START[1:], tail) for tail in range(100, 105)]
             found = set()
