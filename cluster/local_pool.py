@@ -131,7 +131,7 @@ class LocalPool:
 
     async def model_info(self) -> control_pb2.ModelInfo:
         """The model that the replicas serve."""
-        return await self._router.pool.model_info(self._config.worker.model)
+        return await self._router.pool.model_info(self._config.worker.name)
 
     def ready(self) -> list[control_pb2.ReplicaLoad]:
         """The replicas that take requests."""

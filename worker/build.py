@@ -158,7 +158,11 @@ def create_engine(
     )
     return Engine(
         EngineParts(
-            info=replace(describe(files, served, shapes, text), is_deterministic=config.deterministic),
+            info=replace(
+                describe(files, served, shapes, text),
+                model=config.served_model_name or files.name,
+                is_deterministic=config.deterministic,
+            ),
             scheduler=scheduler,
             runner=runner,
             kv_cache=kv_cache,

@@ -35,6 +35,7 @@ _POSITIVE = (
     *("max_model_len", "max_batch", "block_size", "kv_cache_bytes", "prefill_chunk"),
     *("prefill_chunk_when_busy", "max_waiting", "cpu_threads", "max_graph_bytes"),
 )
+_MAX_NAME = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class WorkerConfig:
 
     model: str = "smollm2-135m"
     """The embedded model's name, a local directory, a `.gguf` file, or a hub id."""
+    served_model_name: str = ""
+    """By which clients ask for the model and routers tell models apart; "" = `model`."""
     load_format: LoadFormat = "auto"
     """"dummy" reads a config alone and makes random weights; prompts are then token ids."""
     device: Device = "auto"
@@ -125,6 +128,16 @@ class WorkerConfig:
             raise ValueError("deterministic is true, and model_impl is 'transformers': only the native decoder can be")
         self._check_shapes()
         self._check_chunks()
+
+        if not self.served_model_name.isprintable() or len(self.served_model_name) > _MAX_NAME:
+            raise ValueError(
+                f"served_model_name is {self.served_model_name!r}, must be at most {_MAX_NAME} printable characters"
+            )
+
+    @property
+    def name(self) -> str:
+        """What the model is called on the wire."""
+        return self.served_model_name or self.model
 
     def _check_shapes(self) -> None:
         """What needs no model to be seen wrong."""

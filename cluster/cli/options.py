@@ -112,6 +112,10 @@ Model = Annotated[
         show_default=True,
     ),
 ]
+ServedModelName = Annotated[
+    str,
+    typer.Option(help="Name by which clients ask for it. Default: as --model.", rich_help_panel=MODEL),
+]
 LoadFormatOption = Annotated[
     LoadFormat,
     typer.Option(help="dummy: random weights from a config alone; prompts are then token ids.", rich_help_panel=MODEL),

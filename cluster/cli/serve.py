@@ -28,6 +28,7 @@ WATCH_S = 0.5
 def serve(
     model: options.Model = "smollm2-135m",
     replicas: Annotated[int, typer.Option(min=1, help="Workers to keep alive; on CUDA, one GPU each.")] = 1,
+    served_model_name: options.ServedModelName = "",
     load_format: options.LoadFormatOption = LoadFormat.AUTO,
     device: options.DeviceOption = Device.AUTO,
     dtype: options.DtypeOption = Dtype.AUTO,
@@ -80,6 +81,7 @@ def serve(
     """
     engine = worker_config(
         model=model,
+        served_model_name=served_model_name,
         load_format=load_format,
         device=device,
         dtype=dtype,

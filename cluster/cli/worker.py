@@ -23,6 +23,7 @@ DEFAULT_PORT = 50051
 
 def worker(
     model: options.Model = "smollm2-135m",
+    served_model_name: options.ServedModelName = "",
     load_format: options.LoadFormatOption = LoadFormat.AUTO,
     device: options.DeviceOption = Device.AUTO,
     dtype: options.DtypeOption = Dtype.AUTO,
@@ -82,6 +83,7 @@ def worker(
     """
     engine = worker_config(
         model=model,
+        served_model_name=served_model_name,
         load_format=load_format,
         device=device,
         dtype=dtype,

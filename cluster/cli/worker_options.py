@@ -32,6 +32,7 @@ def worker_config(
     graphs: Graphs,
     threads: int | None,
     deterministic: bool = False,
+    served_model_name: str = "",
     settings: Sequence[str] = (),
 ) -> WorkerConfig:
     """Build it; a combination that cannot be is a usage error."""
@@ -40,6 +41,7 @@ def worker_config(
     with usage_errors():
         config = WorkerConfig(
             model=model,
+            served_model_name=served_model_name,
             load_format=load_format.value,
             device=device.value,
             dtype=dtype.value,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.tiny_model import tiny_engine, tiny_model
 from worker.config import WorkerConfig
 
 
@@ -25,6 +26,9 @@ from worker.config import WorkerConfig
         ("gpu_memory_fraction", 0),
         ("gpu_memory_fraction", "half"),
         ("model", 7),
+        ("served_model_name", 7),
+        ("served_model_name", "a\nb"),
+        ("served_model_name", "x" * 257),
         ("prefill_chunk", 100),
     ],
 )
@@ -64,3 +68,10 @@ def test_shapes_that_no_model_could_have_are_refused_before_one_is_loaded(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         WorkerConfig(**values)
+
+
+@pytest.mark.parametrize(("given", "name"), [("", "/models/one"), ("one", "one")])
+def test_a_model_is_called_as_it_is_asked_for_or_as_it_is_served(given: str, name: str) -> None:
+    assert WorkerConfig(model="/models/one", served_model_name=given).name == name
+    engine = tiny_engine(tiny_model(), served_model_name=given)
+    assert engine.info.model == (given or "tiny")
