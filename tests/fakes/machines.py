@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from tests.fakes.command_line import ROOT
+from worker.model.cache import default_cache_dir
 
 PREFIX = "198.51.100."
 """Of the network's addresses: a range for documentation, which is nobody's."""
@@ -155,8 +156,14 @@ def _machine(place: Path, name: str, address: str) -> Iterator[Machine]:
 
 
 def _kept_paths() -> list[str]:
-    """What must be found on a machine although its own /tmp and /home hide it: this checkout and this environment."""
-    return [str(path) for path in {ROOT, Path(sys.prefix)} if path.parts[1] in ("tmp", "home")]
+    """What must be found on a machine although its own /tmp and /home hide it.
+
+    That is this checkout, this environment with the Python it was made of, and the models of whoever runs the tests.
+    """
+    cache = default_cache_dir().absolute()
+    cache.mkdir(parents=True, exist_ok=True)
+    needed = {ROOT, Path(sys.prefix), Path(sys.base_prefix), cache}
+    return sorted(str(path) for path in needed if path.parts[1] in ("tmp", "home"))
 
 
 def _connect(machine: Machine, switch: Machine, number: int) -> None:
