@@ -1,7 +1,7 @@
-"""A build server that imports no kernels, compiles nothing, and gives a kernel a second: what is read is done by then.
+"""A build server that imports no kernels and compiles nothing: what is read is done by then.
 
 Bytes for a source are what was built; anything else is refused as no kernel is. NUM_FORKS in its environment is how many
-there can be, MAX_FILES how many files.
+there can be, MAX_FILES how many files, LIMIT_S how long a kernel may take.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ if __name__ == "__main__":
         fork_at_most(int(os.environ["NUM_FORKS"]))
     if "MAX_FILES" in os.environ:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ["MAX_FILES"]),) * 2)
-    BuildFork.limit_s = 1.0
+    BuildFork.limit_s = float(os.environ.get("LIMIT_S", "60"))
     BuildServer(take_over(), build, num=int(sys.argv[1]), parent=int(sys.argv[2])).serve()

@@ -25,8 +25,8 @@ MAX_PROCESSES = 16
 MIN_CORES = 4
 """With fewer, importing what the processes need takes from this process what they give it."""
 LIMIT_S = 90.0
-"""For one kernel, and for the start of the server before the first. The server ends one that hangs before that, and what
-is late here says that the server hangs."""
+"""Without any answer, the start of the server included. It ends a kernel that hangs before that: what is late here says that
+the server hangs."""
 TICK_S = 1.0
 """How often it is looked whether something is late."""
 SERVER = "worker.kernels.build_main"
@@ -59,7 +59,7 @@ class BuildProcesses:
     def build(self, compile_kernel: Callable[[], Any]) -> bool:
         """Have another process do what `compile_kernel` does, a call by Triton; whether it has. Waits for it.
 
-        At most LIMIT_S, once: whatever is late ends the server, and nothing waits for one that has ended.
+        A server that says nothing for LIMIT_S is ended, once, and nothing waits for one that has ended.
         """
         try:
             job = BuildJob.of(compile_kernel).pickled()
@@ -133,7 +133,7 @@ def _read(pipe: Connection, sending: threading.Lock, jobs: OpenJobs, process: su
             if pipe.poll(TICK_S):
                 number, _, refused = pipe.recv_bytes().decode(errors="replace").partition(" ")
                 jobs.answer(int(number), refused)
-        why = f"nothing came of a kernel within {LIMIT_S:.0f} s"
+        why = f"nothing came of any within {LIMIT_S:.0f} s"
         process.kill()
     except (EOFError, OSError):
         pass

@@ -18,6 +18,7 @@ class OpenJobs:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Future[str], float]] = {}
         self._count = 0
+        self._answered_s = 0.0
         self._ended = ""
 
     def __len__(self) -> int:
@@ -36,21 +37,22 @@ class OpenJobs:
                 answer.set_result(self._ended)
             else:
                 self._count += 1
-                self._open[self._count] = answer, time.monotonic() + self._limit_s
+                self._open[self._count] = answer, time.monotonic()
             return self._count, answer
 
     def answer(self, number: int, refused: str) -> None:
         """Answer a job; one that has its answer keeps it."""
         with self._lock:
             found = self._open.pop(number, None)
+            self._answered_s = time.monotonic()
         if found is not None:
             found[0].set_result(refused)
 
     def is_late(self) -> bool:
-        """Whether one has waited for longer than its limit."""
+        """Whether a job has waited for longer than the limit, and none was answered meanwhile: some may wait for others."""
         with self._lock:
             oldest = next(iter(self._open.values()), None)
-        return oldest is not None and time.monotonic() > oldest[1]
+        return oldest is not None and time.monotonic() > max(oldest[1], self._answered_s) + self._limit_s
 
     def end(self, why: str) -> bool:
         """Refuse what is open and what comes later. False if that was done before."""

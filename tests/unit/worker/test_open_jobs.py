@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
+from worker.kernels import open_jobs
 from worker.kernels.open_jobs import OpenJobs
 
 
@@ -27,12 +32,19 @@ def test_the_end_answers_what_is_open_and_what_comes_later_once() -> None:
     assert not jobs
 
 
-def test_jobs_are_late_as_long_as_the_oldest_is() -> None:
-    jobs = OpenJobs(0.0)
+def test_jobs_are_late_when_none_was_answered_for_as_long_as_the_oldest_may_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter([0.0, 1.0, 9.0, 11.0, 15.0, 20.0, 26.0, 30.0])
+    monkeypatch.setattr(open_jobs, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    jobs = OpenJobs(10.0)
     assert not jobs.is_late()
-    first, _ = jobs.open()
-    jobs._limit_s = 60.0
     jobs.open()
+    second, _ = jobs.open()
+    assert not jobs.is_late()
     assert jobs.is_late()
-    jobs.answer(first, "")
+    jobs.answer(second, "")
+    assert not jobs.is_late()
+    assert jobs.is_late()
+    jobs.answer(1, "")
     assert not jobs.is_late()
