@@ -30,6 +30,7 @@ def converted_gguf(name: str, source: Path, models: ConvertedModels, progress: P
 
 def convert_in_child(source: Path, directory: Path, progress: Progress) -> None:
     """Fill `directory` from `source` in a process of its own, and wait for it."""
+    progress("starting the converter", 0, 0)  # which imports for seconds before it tells anything
     command = [sys.executable, "-m", "worker.model.gguf_convert", str(source.resolve()), str(directory)]
     with subprocess.Popen(  # noqa: S603 - our own interpreter and module
         command, env=_child_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
