@@ -9,17 +9,16 @@ and the live cache once at the measured speed. Each step's logits are compared w
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.engine_runs import attempt, free_memory
 from bench.kernel_shares import kernel_shares
 from bench.kernels import CUDA, REPLAYS, DecodeBench, compare, native_model
 from bench.options import bench_parser, parse_for_gpu
@@ -125,13 +124,10 @@ def measure_tiers(model: CausalLM, path: str, results: Results) -> None:
 
 def guarded(results: Results, label: str, work: Any, *arguments: Any) -> None:
     """One case that fails must not lose the others."""
-    try:
-        work(*arguments)
-    except Exception:  # noqa: BLE001
-        traceback.print_exc()
-        results.correctness[label] = {"failed": traceback.format_exc(limit=3)}
-    gc.collect()
-    torch.cuda.empty_cache()
+    failed = attempt(work, *arguments)
+    if failed is not None:
+        results.correctness[label] = failed
+    free_memory()
     results.write()
 
 
@@ -176,8 +172,7 @@ def main() -> None:
         if name == SPLIT_MODEL and not options.no_tiers:
             guarded(results, "native tiers", measure_tiers, model, "native", results)
         del model, bench
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
     if SPLIT_MODEL in options.models and not options.no_tiers:
         guarded(results, "generic tiers", lambda: measure_tiers(generic_model(SPLIT_MODEL), "generic", results))
     print(results.write())

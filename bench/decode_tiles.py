@@ -9,7 +9,6 @@ entries of TILES in `worker.kernels.vector_tiles`, `row_tiles` and `block_tiles`
 
 from __future__ import annotations
 
-import gc
 import importlib
 import multiprocessing
 import time
@@ -21,9 +20,10 @@ from typing import Any
 
 import torch
 
+from bench.clocks import device_ms
+from bench.engine_runs import free_memory
 from bench.kernels import CUDA, DecodeBench, Way, native_model
 from bench.options import bench_parser, parse_for_gpu
-from bench.peers import device_ms
 from bench.results_file import Results
 from bench.shapes import SHAPES
 from worker.causal_lm import CausalLM
@@ -367,11 +367,9 @@ def main() -> None:
             }
             print("\n".join(retune.failed[:5]), flush=True)
             results.write()
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory()
         del model
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 if __name__ == "__main__":

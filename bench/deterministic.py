@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 
+from bench.clocks import settle
 from bench.engine_runs import (
     Tokens,
     agreement,
@@ -33,7 +34,6 @@ from bench.engine_runs import (
     free_memory,
     parser,
     prompt,
-    settle,
     step,
 )
 from bench.options import parse_for_gpu

@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
+from bench.clocks import settle
 from bench.options import bench_parser, folder_path
 from bench.results_file import RESULTS, cpu_name
 from bench.shapes import TINY, write_config
@@ -204,39 +204,3 @@ def cancel_all(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
     engine.flush()
-
-
-def settle(device: str) -> None:
-    """Wait for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def host_ms(work: Callable[[], Any], device: str, *, rounds: int = 20, warm: int = 3) -> float:
-    """Median milliseconds of one call with its device work, the device idle before."""
-    rounds, warm = (rounds, warm) if device == "cuda" else (3, 1)
-    for _ in range(warm):
-        work()
-    seconds = []
-    for _ in range(rounds):
-        settle(device)
-        began = time.perf_counter()
-        work()
-        settle(device)
-        seconds.append(time.perf_counter() - began)
-    return 1e3 * median(seconds)
-
-
-def queued_ms(work: Callable[[], Any], device: str, *, rounds: int = 50, blocks: int = 5) -> float:
-    """Median over blocks of milliseconds a call when calls follow each other without a wait."""
-    rounds, blocks = (rounds, blocks) if device == "cuda" else (3, 1)
-    work()
-    found = []
-    for _ in range(blocks):
-        settle(device)
-        began = time.perf_counter()
-        for _ in range(rounds):
-            work()
-        settle(device)
-        found.append((time.perf_counter() - began) / rounds)
-    return 1e3 * median(found)

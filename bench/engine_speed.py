@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch._C._autograd import DeviceType
 
+from bench.clocks import settle
 from bench.engine_runs import (
     Tokens,
     Worker,
@@ -35,7 +36,6 @@ from bench.engine_runs import (
     hardware,
     parser,
     prompt,
-    settle,
     step,
     submit,
 )

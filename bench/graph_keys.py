@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.clocks import settle
 from bench.engine_runs import (
     Tokens,
     Worker,
@@ -30,7 +31,6 @@ from bench.engine_runs import (
     hardware,
     parser,
     prompt,
-    settle,
     step,
     submit,
 )

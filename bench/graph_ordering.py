@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.clocks import host_ms, queued_ms, settle
 from bench.engine_runs import (
     Worker,
     answers,
@@ -25,11 +26,8 @@ from bench.engine_runs import (
     decode_step_ms,
     free_memory,
     hardware,
-    host_ms,
     parser,
     prompt,
-    queued_ms,
-    settle,
 )
 from bench.modules import Mlp, StaticDecodeStep, Transformer, hf_model, made
 from bench.options import parse_for_gpu

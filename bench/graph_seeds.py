@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.clocks import host_ms, queued_ms, settle
 from bench.engine_runs import (
     Tokens,
     Worker,
@@ -29,11 +30,8 @@ from bench.engine_runs import (
     first_agreement,
     free_memory,
     hardware,
-    host_ms,
     parser,
     prompt,
-    queued_ms,
-    settle,
 )
 from bench.modules import Mlp, StaticDecodeStep, Transformer, hf_model, made
 from bench.options import parse_for_gpu, some_of

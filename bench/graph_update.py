@@ -22,8 +22,9 @@ from unittest import mock
 
 import torch
 
+from bench.clocks import settle
 from bench.cuda_runtime import CudaRuntime
-from bench.engine_runs import Worker, build, hardware, parser, settle
+from bench.engine_runs import Worker, build, hardware, parser
 from bench.options import parse_for_gpu
 from bench.results_file import Results
 from bench.shapes import SHAPES

@@ -8,31 +8,42 @@ counted. Writes `bench/results/graph_vs_eager.json`.
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
-import sys
 import time
-import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.clocks import device_ms, host_ms
+from bench.engine_runs import (
+    Worker,
+    agreement,
+    answers,
+    attempt,
+    cancel_all,
+    decoding_rows,
+    free_memory,
+    hardware,
+    prompt,
+    start,
+    step,
+)
 from bench.options import bench_parser, one_of, parse_for_gpu
-from bench.peers import device_ms, hf_eager_step_ms, hf_graph_step_ms, hf_model, hf_prefill_ms, host_ms
+from bench.peers import hf_eager_step_ms, hf_graph_step_ms, hf_model, hf_prefill_ms
 from bench.results_file import Results
 from bench.shapes import SHAPES
-from worker.build import create_engine
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.graph_runner import GraphRunner
-from worker.load_causal_lm import load_causal_lm
-from worker.model.source import resolve_model
-from worker.request import ChoiceDelta, GenerateRequest
-from worker.sampling import SamplingParams
+from worker.graphs.key import GraphKey
+from worker.request import GenerateRequest
 
 BATCHES = (1, 8, 32)
+CONTEXT = 128
 PROMPTS = (128, 1024)
 STEPS = 60
 SCRATCH = Path("/dev/shm/graphpool-bench")
@@ -53,82 +64,34 @@ def save(name: str, model: Any) -> Path:
     return folder
 
 
-def build(folder: Path, **changes: Any) -> tuple[Engine, dict[str, float]]:
-    """Our engine over the same weights, all graphs captured; and seconds by phase."""
+def load(folder: Path) -> Worker:
+    """Our engine over the same weights, all graphs captured."""
     values: dict[str, Any] = {"max_batch": 32, "kv_cache_bytes": 12 << 30, "capture": "startup", "max_model_len": 4096}
-    config = WorkerConfig(model=str(folder), device="cuda", **(values | changes))
-    device = torch.device("cuda", 0)
-    started = time.perf_counter()
-    files = resolve_model(config.model)
-    served = load_causal_lm(config, files, device=device, dtype=torch.bfloat16)
-    torch.cuda.synchronize()
-    loaded = time.perf_counter()
-    engine = create_engine(config, files, served, None)
-    while engine.prepare_next():
-        pass
-    torch.cuda.synchronize()
-    return engine, {"load_s": loaded - started, "capture_s": time.perf_counter() - loaded}
+    return start(WorkerConfig(model=str(folder), device="cuda", dtype="bfloat16", **values))
 
 
-def prompt(length: int, seed: int, vocab: int) -> tuple[int, ...]:
-    return tuple(torch.randint(3, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+def prompts(engine: Engine, batch: int, length: int) -> list[tuple[int, ...]]:
+    return [prompt(length, row, engine.info.vocab_size) for row in range(batch)]
 
 
-def submit(engine: Engine, batch: int, length: int, max_tokens: int) -> None:
-    for row in range(batch):
-        engine.add(
-            GenerateRequest(
-                request_id=f"{row}",
-                prompt_token_ids=prompt(length, row, engine.info.vocab_size),
-                sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-                use_prefix_cache=False,  # every repetition must do all of its work
-            )
-        )
-
-
-def finish(engine: Engine) -> dict[str, list[int]]:
-    answers: dict[str, list[int]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            assert isinstance(event, ChoiceDelta), event
-            answers.setdefault(event.request_id, []).extend(event.token_ids)
-    return answers
-
-
-def decode_steps_ms(engine: Engine, batch: int, *, use_graphs: bool) -> float:
+def step_ms(engine: Engine, batch: int) -> float:
     """Median milliseconds of an engine step, host included, with `batch` rows of 128 tokens and more."""
-    runner = engine.runner
-    assert isinstance(runner, GraphRunner)
-    engine.runner = runner if use_graphs else runner.eager
-    submit(engine, batch, 128, STEPS + 4)
-    while any(not sequence.is_decoding for sequence in engine.scheduler.running) or engine.scheduler.waiting:
-        engine.step()
+    tokens = decoding_rows(engine, batch, CONTEXT, STEPS)
     seconds = []
     for _ in range(STEPS):
         started = time.perf_counter()
-        engine.step()
+        step(engine, tokens)
         seconds.append(time.perf_counter() - started)
-    finish(engine)
-    engine.runner = runner
+    cancel_all(engine)
     return 1e3 * sorted(seconds)[len(seconds) // 2]
 
 
-def first_token_ms(engine: Engine, length: int, *, use_graphs: bool) -> float:
+def first_token_ms(engine: Engine, length: int) -> float:
     """Median milliseconds from submission to the first token of a lone prompt."""
-    runner = engine.runner
-    assert isinstance(runner, GraphRunner)
-    engine.runner = runner if use_graphs else runner.eager
-
-    def once() -> None:
-        submit(engine, 1, length, 1)
-        finish(engine)
-
-    took = host_ms(once, rounds=15)
-    engine.runner = runner
-    return took
+    return host_ms(lambda: answers(engine, prompts(engine, 1, length), 1), rounds=15, warm=5)
 
 
-def launches(work: Any) -> int:
+def launches(work: Callable[[], object]) -> int:
     """Kernel launches (and graph launches) of one call."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -144,26 +107,22 @@ def launches(work: Any) -> int:
 
 
 @torch.no_grad()
-def check(engine: Engine, model: Any) -> dict[str, Any]:
+def check(worker: Worker, model: Any) -> dict[str, Any]:
     """Graph tokens against eager tokens, and our logits against transformers' on the same weights."""
-    runner = engine.runner
-    assert isinstance(runner, GraphRunner)
-    submit(engine, 8, 120, 32)
-    graph = finish(engine)
-    engine.runner = runner.eager
-    submit(engine, 8, 120, 32)
-    eager = finish(engine)
-    engine.runner = runner
-    same = [sum(a == b for a, b in zip(graph[row], eager[row], strict=True)) for row in graph]
-    ids = torch.tensor([prompt(128, 7, engine.info.vocab_size)], device="cuda")
+    engine, dispatcher = worker.engine, worker.runner.dispatcher
+    asked = prompts(engine, 8, 120)
+    graph = answers(engine, asked, 32)
+    with worker.eager():
+        eager = answers(engine, asked, 32)
+    ids = torch.tensor([prompt(CONTEXT, 7, engine.info.vocab_size)], device=model.device)
     theirs = model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
-    ours = last_logits(runner, ids[0].tolist())
+    ours = last_logits(worker.runner, ids[0].tolist())
     return {
-        "tokens_equal_to_eager": sum(same) / (32 * len(same)),
+        "tokens_equal_to_eager": agreement(graph, eager),
         "relative_logit_error_to_transformers": float((ours - theirs).norm() / theirs.norm()),
-        "keys_captured": len(runner.dispatcher.captured),
-        "keys_quarantined": {str(key): reason for key, reason in runner.dispatcher.quarantined.items()},
-        "keys_dropped": {str(key): reason for key, reason in runner.dispatcher.dropped.items()},
+        "keys_captured": len(dispatcher.captured),
+        "keys_quarantined": {str(key): reason for key, reason in dispatcher.quarantined.items()},
+        "keys_dropped": {str(key): reason for key, reason in dispatcher.dropped.items()},
     }
 
 
@@ -177,124 +136,70 @@ def last_logits(runner: GraphRunner, ids: list[int]) -> torch.Tensor:
     sequence.block_table = list(range(1, 1 + -(-len(ids) // runner.kv_cache.block_size)))
     batch = Batch("prefill", (Segment(sequence, 0, len(ids)),), runner.eager.tiers.fit(len(ids)), len(ids))
     key = runner._find(batch)
-    runner.eager.prefill_inputs.fill(batch, key.bucket)  # type: ignore[union-attr]
-    logits, _ = runner.session.graphs[key].replay().clone()  # type: ignore[index]
-    return logits[0]  # type: ignore[no-any-return]
+    assert isinstance(key, GraphKey), key
+    runner.eager.prefill_inputs.fill(batch, key.bucket)
+    logits: torch.Tensor = runner.session.graphs[key].replay().clone()[0]
+    return logits[0]
 
 
-def measure_ours(name: str, engine: Engine, results: Results) -> None:
-    runner = engine.runner
-    assert isinstance(runner, GraphRunner)
+def measure_ours(name: str, worker: Worker, results: Results) -> None:
+    """Through the graphs, and the same eagerly."""
+    runner = worker.runner
+    add = partial(results.add, model=name)
+    measure_engine(worker.engine, partial(add, system="graphpool"))
+    with worker.eager():
+        measure_engine(worker.engine, partial(add, system="graphpool_eager"))
     for batch in BATCHES:
-        for system, use_graphs in (("graphpool", True), ("graphpool_eager", False)):
-            value = decode_steps_ms(engine, batch, use_graphs=use_graphs)
-            results.add(
-                system=system,
-                model=name,
-                batch=batch,
-                context=128,
-                metric="decode_step_ms",
-                unit="ms",
-                value=value,
-                scope="replica",
-            )
         key = runner.dispatcher.find("decode", 256, batch)
-        graph = runner.session.graphs[key]  # type: ignore[index]
-        value = device_ms(lambda graph=graph: graph.replay())  # type: ignore[misc]
-        results.add(
-            system="graphpool",
-            model=name,
-            batch=batch,
-            context=128,
-            metric="decode_step_ms",
-            unit="ms",
-            value=value,
+        assert isinstance(key, GraphKey), key
+        value = device_ms(runner.session.graphs[key].replay)
+        add(
+            system="graphpool", batch=batch, context=CONTEXT, metric="decode_step_ms", unit="ms", value=value,
             scope="step",
-        )
+        )  # fmt: skip
+    num_bytes = runner.session.recorder.pool.used_bytes
+    add(system="graphpool", metric="graph_bytes", unit="B", value=num_bytes, scope="replica")
+
+
+def measure_engine(engine: Engine, add: Callable[..., None]) -> None:
+    """As its runner is now."""
+    ms = partial(add, unit="ms", scope="replica")
+    for batch in BATCHES:
+        ms(metric="decode_step_ms", batch=batch, context=CONTEXT, value=step_ms(engine, batch))
     for length in PROMPTS:
-        for system, use_graphs in (("graphpool", True), ("graphpool_eager", False)):
-            value = first_token_ms(engine, length, use_graphs=use_graphs)
-            results.add(
-                system=system,
-                model=name,
-                batch=1,
-                context=length,
-                metric="ttft_ms",
-                unit="ms",
-                value=value,
-                scope="replica",
-            )
-    submit(engine, 1, 128, 12)
-    for _ in range(4):
-        engine.step()
-    results.add(
-        system="graphpool", model=name, batch=1, metric="launches", unit="1", value=launches(engine.step), scope="step"
-    )
-    engine.runner = runner.eager
-    results.add(
-        system="graphpool_eager",
-        model=name,
-        batch=1,
-        metric="launches",
-        unit="1",
-        value=launches(engine.step),
-        scope="step",
-    )
-    finish(engine)
-    engine.runner = runner
-    results.add(
-        system="graphpool",
-        model=name,
-        metric="graph_bytes",
-        unit="B",
-        value=runner.session.recorder.pool.used_bytes,
-        scope="replica",
-    )
+        ms(metric="ttft_ms", batch=1, context=length, value=first_token_ms(engine, length))
+    tokens = decoding_rows(engine, 1, CONTEXT, 8)
+    for _ in range(3):
+        step(engine, tokens)
+    add(metric="launches", batch=1, unit="1", value=launches(partial(step, engine, tokens)), scope="step")
+    cancel_all(engine)
 
 
 def measure_peer(name: str, model: Any, results: Results) -> None:
+    ms = partial(results.add, model=name, unit="ms", scope="step")
     for batch in BATCHES:
-        for system, step in (("hf_eager", hf_eager_step_ms), ("hf_static_graph", hf_graph_step_ms)):
-            results.add(
-                system=system,
-                model=name,
-                batch=batch,
-                context=128,
-                metric="decode_step_ms",
-                unit="ms",
-                value=step(model, batch),
-                scope="step",
-            )
+        for system, measure in (("hf_eager", hf_eager_step_ms), ("hf_static_graph", hf_graph_step_ms)):
+            ms(system=system, metric="decode_step_ms", batch=batch, context=CONTEXT, value=measure(model, batch))
     for length in PROMPTS:
-        results.add(
-            system="hf_eager",
-            model=name,
-            batch=1,
-            context=length,
-            metric="ttft_ms",
-            unit="ms",
-            value=hf_prefill_ms(model, length),
-            scope="step",
-        )
+        ms(system="hf_eager", metric="ttft_ms", batch=1, context=length, value=hf_prefill_ms(model, length))
 
 
 def run(name: str, results: Results) -> None:
+    """One shape: the peer, then the worker over the peer's weights."""
     model = hf_model(name)
     measure_peer(name, model, results)
     folder = save(name, model)
-    engine, phases = build(folder)
+    worker = load(folder)
     shutil.rmtree(folder)
-    results.correctness[name] = check(engine, model)
+    results.correctness[name] = check(worker, model)
+    phases = {"load_s": worker.load_s, "capture_s": worker.capture_s}
     print(name, json.dumps(results.correctness[name]), {k: round(v, 2) for k, v in phases.items()}, flush=True)
     del model
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()
     for metric, value in phases.items():
         results.add(system="graphpool", model=name, metric=metric, unit="s", value=value, scope="replica")
-    measure_ours(name, engine, results)
-    runner = engine.runner
-    assert isinstance(runner, GraphRunner)
-    runner.session.close()
+    measure_ours(name, worker, results)
+    worker.close()
 
 
 def main() -> None:
@@ -303,20 +208,15 @@ def main() -> None:
         "models", nargs="*", metavar="MODEL", type=one_of(SHAPES), help=f"{', '.join(SHAPES)}; all by default"
     )
     models = parse_for_gpu(parser).models or list(SHAPES)
-    results = Results(bench="graph_vs_eager", hardware=torch.cuda.get_device_name())
+    results = Results(bench="graph_vs_eager", hardware=hardware("cuda"))
     for name in models:
-        try:
-            run(name, results)
-        except Exception:  # noqa: BLE001 - one shape that fails must not lose the others
-            traceback.print_exc()
-            results.correctness[name] = {"failed": traceback.format_exc(limit=3)}
-        gc.collect()
-        torch.cuda.empty_cache()
+        failed = attempt(run, name, results)
+        if failed is not None:
+            results.correctness[name] = failed
+        free_memory()
         for row in (row for row in results.rows if row.model == name):
-            print(
-                f"  {row.model:14} {row.system:16} {row.metric:15} b{row.batch} c{row.context} {row.scope:8} {row.value:.3f} {row.unit}"
-            )
-        sys.stdout.flush()
+            where = f"b{row.batch} c{row.context} {row.scope:8}"
+            print(f"  {row.model:14} {row.system:16} {row.metric:15} {where} {row.value:.3f} {row.unit}", flush=True)
         print(results.write())
 
 

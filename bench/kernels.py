@@ -8,10 +8,8 @@ Random bf16 weights of public shapes. Each step's logits are compared with those
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from bench.clocks import captured, device_ms
+from bench.engine_runs import attempt, free_memory
 from bench.options import bench_parser, parse_for_gpu
-from bench.peers import captured, device_ms
 from bench.results_file import Results
 from bench.shapes import SHAPES
 from worker.causal_lm import CausalLM, NativeCausalLM
@@ -250,13 +249,10 @@ class ModelBench:
 
     def guarded(self, label: str, work: Callable[..., None], *arguments: Any) -> None:
         """One case that fails must not lose the others."""
-        try:
-            work(label, *arguments)
-        except Exception:  # noqa: BLE001
-            traceback.print_exc()
-            self.results.correctness[label] = {"failed": traceback.format_exc(limit=3)}
-        gc.collect()
-        torch.cuda.empty_cache()
+        failed = attempt(work, label, *arguments)
+        if failed is not None:
+            self.results.correctness[label] = failed
+        free_memory()
         sys.stdout.flush()
 
     def add(self, kernels: str, batch: int, context: int, metric: str, value: float) -> None:
@@ -327,8 +323,7 @@ def main() -> None:
         bench = ModelBench(name, results)
         bench.run(options.batches, options.contexts, options.prompts, plans=options.plans)
         del bench
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
     print(results.write())
 
 

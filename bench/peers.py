@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 
+from bench.clocks import host_ms
 from bench.shapes import SHAPES
 
 
@@ -22,50 +20,13 @@ def hf_model(name: str, device: str = "cuda") -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
 
 
-def host_ms(work: Callable[[], Any], rounds: int = 30, warm: int = 5) -> float:
-    """Median milliseconds of one call as the host sees it, device work included."""
-    for _ in range(warm):
-        work()
-    seconds = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return float(1e3 * median(seconds))
-
-
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`run` as a graph; it is compiled and warm before."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def device_ms(work: Callable[[], Any], rounds: int = 50, blocks: int = 5) -> float:
-    """Median over blocks of milliseconds a call takes on the device when calls follow each other."""
-    work()
-    times = []
-    for _ in range(blocks):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(rounds):
-            work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / rounds)
-    return float(median(times))
-
-
 @torch.no_grad()
 def hf_prefill_ms(model: Any, length: int) -> float:
     """First token of a prompt, eagerly."""
     ids = torch.randint(0, model.config.vocab_size, (1, length), device=model.device)
-    return host_ms(lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1), rounds=10)
+    return host_ms(
+        lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1), rounds=10, warm=5
+    )
 
 
 @torch.no_grad()
@@ -79,7 +40,7 @@ def hf_eager_step_ms(model: Any, batch: int, context: int = 128) -> float:
         **_cache(model, cache),
     )
     token = torch.randint(0, model.config.vocab_size, (batch, 1), device=model.device)
-    return host_ms(lambda: model(input_ids=token, **_cache(model, cache)).logits[:, -1].argmax(-1), rounds=20)
+    return host_ms(lambda: model(input_ids=token, **_cache(model, cache)).logits[:, -1].argmax(-1), rounds=20, warm=5)
 
 
 @torch.no_grad()
@@ -106,7 +67,7 @@ def hf_graph_step_ms(model: Any, batch: int, context: int = 128) -> float:
     with torch.cuda.graph(graph):
         step()
     cache.reset()
-    took = host_ms(graph.replay, rounds=50)
+    took = host_ms(graph.replay, rounds=50, warm=5)
     graph.reset()
     return took
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.peers import device_ms
+from bench.clocks import device_ms
 from worker.kernels.matrix_kind import MatrixKind
 from worker.model.architecture import DecoderConfig
 

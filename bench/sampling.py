@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from bench.clocks import captured, device_ms
 from bench.kernels import CUDA, REPLAYS, DecodeBench, native_model
 from bench.options import bench_parser, parse_for_gpu
-from bench.peers import captured, device_ms
 from bench.results_file import Results
 from bench.shapes import SHAPES
 from tests.fakes.sampled_rows import Rows, sequence
