@@ -37,14 +37,19 @@ KILLS = [
 
 
 class TwoWorkers:
-    """A router and two workers of the embedded model, of which one may be killed; it is replaced."""
+    """A router and two workers of the embedded model, of which one may be killed; the next test has another."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self.router = stack.enter_context(real_router())
         self._workers: dict[str, Server] = {}
-        for name in ("one", "two"):
-            self._start(name)
+
+    def make_whole(self) -> None:
+        """Start what is not there."""
+        for name in {"one", "two"} - self._workers.keys():
+            worker = self._stack.enter_context(real_worker(self.router, name=name, options=("--deterministic",)))
+            wait_ready(self.router, worker, timeout_s=120)
+            self._workers[name] = worker
 
     def client(self) -> GraphpoolClient:
         return GraphpoolClient(self.router.address)
@@ -52,17 +57,10 @@ class TwoWorkers:
     def kill_the_one_that_answers(self, client: GraphpoolClient) -> str:
         """Returns its name."""
         (name,) = [load.replica for load in client.loads() if load.router_streams]
-        self._workers[name].process.kill()
-        self._workers[name].process.wait()
+        process = self._workers.pop(name).process
+        process.kill()
+        process.wait()
         return name
-
-    def replace(self, name: str) -> None:
-        self._start(name)
-
-    def _start(self, name: str) -> None:
-        worker = self._stack.enter_context(real_worker(self.router, name=name, options=("--deterministic",)))
-        wait_ready(self.router, worker, timeout_s=60)
-        self._workers[name] = worker
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +95,7 @@ def merged(pieces: list[Answer]) -> dict[int, tuple[list[int], str, list[Any], A
 def test_an_answer_whose_worker_is_killed_is_the_answer_it_would_have_been(
     case: str, kill_after: int, pool: TwoWorkers
 ) -> None:
+    pool.make_whole()
     pieces: list[Answer] = []
     killed = ""
     with pool.client() as client:
@@ -105,7 +104,6 @@ def test_an_answer_whose_worker_is_killed_is_the_answer_it_would_have_been(
             pieces.append(piece)
             if not killed and sum(len(choice.token_ids) for one in pieces for choice in one.choices) >= kill_after:
                 killed = pool.kill_the_one_that_answers(client)
-        pool.replace(killed)
     execution = pieces[-1].execution
     assert execution is not None
     assert (execution.attempts, execution.replica != killed) == (2, True)
