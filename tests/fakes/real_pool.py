@@ -66,7 +66,7 @@ def real_pool() -> Iterator[RealPool]:
         yield RealPool(router, worker)
 
 
-def wait_ready(router: Server, worker: Server, timeout_s: float = 20) -> None:
+def wait_ready(router: Server, worker: Server, timeout_s: float = 60) -> None:
     """Until the router has seen the canary of this very process come back."""
     give_up_s = time.monotonic() + timeout_s
     with GraphpoolClient(router.address) as client, GraphpoolClient(worker.address) as direct:

@@ -165,11 +165,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Autoscaled]:
         counts = f"{RAY_ENVIRONMENT}; RAY_SCHEDULER_EVENTS=0 exec python count.py 2>/dev/null"
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(head.inside("bash", "-c", counts), **pipes) as process:
-            yield Autoscaled(head, process)
+            autoscaled = Autoscaled(head, process)
+            assert autoscaled.ready_and_nodes() == (0, 0)
+            yield autoscaled
 
 
 def test_nodes_come_with_the_wish_for_replicas_and_go_with_it(cluster: Autoscaled) -> None:
-    assert cluster.ready_and_nodes() == (0, 0)
     for wanted in (1, 2, 1):
         cluster.deploy(num_replicas=wanted)
         cluster.wait_for(wanted)
