@@ -52,7 +52,7 @@ async def load_of(worker: Server) -> control_pb2.Load:
         return (await direct.loads())[0].load
 
 
-async def settled(worker: Server, timeout_s: float = 10.0) -> control_pb2.Load:
+async def settled(worker: Server, timeout_s: float = 30.0) -> control_pb2.Load:
     """The load once nothing runs or waits; every block is then free."""
     async with asyncio.timeout(timeout_s), AsyncGraphpoolClient(worker.address) as direct:
         while True:
@@ -142,8 +142,9 @@ async def test_a_hundred_clients_that_leave_at_any_moment_leave_nothing_behind(
     load = await settled(pool.worker)
     assert (load.running, load.waiting, load.free_blocks) == (0, 0, load.total_blocks)
     assert await answer_of(client) == alone
-    (seen,) = await client.loads()
-    assert (seen.router_streams, seen.router_outstanding_tokens) == (0, 0)
+    async with asyncio.timeout(20):
+        while any(seen.router_streams or seen.router_outstanding_tokens for seen in await client.loads()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def test_a_deadline_ends_the_request_and_its_work(pool: RealPool, client: AsyncGraphpoolClient) -> None:
