@@ -45,8 +45,16 @@ def is_whole(code: bytes) -> bool:
         return not ELF.startswith(code)
     if len(code) < ELF_HEADER_BYTES:
         return False
-    sections = int.from_bytes(code[40:48], "little")
-    return len(code) >= sections + int.from_bytes(code[58:60], "little") * int.from_bytes(code[60:62], "little")
+    return len(code) >= max(_table_end(code, 32, 54), _table_end(code, 40, 58))  # of segments, and of sections
+
+
+def _table_end(code: bytes, offset_at: int, sizes_at: int) -> int:
+    """Where a table ends that the header of an ELF file describes by its offset, the size of an entry and their number."""
+    offset, size, num = (
+        int.from_bytes(code[at : at + width], "little")
+        for at, width in ((offset_at, 8), (sizes_at, 2), (sizes_at + 2, 2))
+    )
+    return offset + size * num
 
 
 def _forget(job: BuildJob) -> bool:
