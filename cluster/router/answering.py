@@ -28,6 +28,7 @@ class Answering:
         "has_started",
         "is_suspect",
         "is_taken_on",
+        "model",
         "num_losses",
         "num_lost_trials",
         "num_placements",
@@ -42,6 +43,8 @@ class Answering:
     ) -> None:
         self.delivered = delivered or Delivered()
         self.trace = trace
+        self.model = ""
+        """That of the replica it was placed on; "" before that."""
         self.has_started = False
         """Whether a piece of the answer has gone to the client from here."""
         self.is_taken_on = bool(self.delivered.next_sequence)

@@ -78,13 +78,16 @@ class Placement:
 
         Raises UnknownModel, NoReplicaAvailable or what ends the request.
         """
-        links = await self.ready(request.model, answering, fits)
+        links = await self.ready(answering.model or request.model, answering, fits)
         prompt_cost, answer_cost = cost_of(request, links[0], answering)
         want = want_of(request, prompt_cost=prompt_cost, answer_cost=answer_cost)
         candidates = [link.candidate for link in links]
         held = {index for index, link in enumerate(links) if is_held(link)}
         worthwhile = without_stragglers(candidates, want.num_sequences, held)
-        return links[worthwhile[self._policy([candidates[index] for index in worthwhile], want)]]
+        chosen = links[worthwhile[self._policy([candidates[index] for index in worthwhile], want)]]
+        # What one model has begun no other may go on with, also where the request names none.
+        answering.model = chosen.model.name if chosen.model else ""
+        return chosen
 
     async def ready(self, model: str, answering: Answering, fits: Fits = lambda _: True) -> list[Link]:
         """Ready replicas of the model that fit, at least one; waits for it if need be.
@@ -120,7 +123,7 @@ class Placement:
 
     def has_other(self, request: AnyRequest, link: Link, answering: Answering) -> bool:
         """Whether another replica takes requests of this model, and has not refused this one."""
-        return any(one is not link for one in self._of_model(request.model, answering.refused))
+        return any(one is not link for one in self._of_model(answering.model or request.model, answering.refused))
 
     def has_sounder(self, link: Link) -> bool:
         """Whether another replica of its model is ready whose place is not failing."""

@@ -108,6 +108,20 @@ async def test_an_answer_goes_on_to_the_token_after_its_replica_is_killed(num_ch
     assert pieces[-1].execution.attempts == 3
 
 
+async def test_an_answer_without_a_model_name_goes_on_with_the_model_that_began_it() -> None:
+    async with script_pool(0) as pool:
+        doomed = await pool.spawn("doomed", model="one", step_s=0.01)
+        stream = pool.client.stream(PROMPT, max_tokens=LONG, seed=4)
+        pieces = [await anext(stream)]
+        await pool.spawn("another", model="two", step_s=0.003)
+        await doomed.kill()
+        await pool.spawn("again", model="one", step_s=0.003)
+        pieces += await read(stream)
+    assert_whole(pieces, 4, LONG)
+    assert pieces[-1].execution is not None
+    assert pieces[-1].execution.replica == "again"
+
+
 async def test_resumed_answers_show_in_the_metrics() -> None:
     async with script_pool(1, router=replace(FAST, metrics_listen="127.0.0.1:0")) as pool:
         doomed = await pool.spawn("doomed", step_s=0.01)
