@@ -20,22 +20,35 @@ STATE_COLOURS = {"READY": "green", "STARTING": "yellow", "DRAINING": "yellow", "
 def pool_table(pool: PoolStatus) -> Group:
     """Who answered, then one line for each replica it knows."""
     server = pool.server
+    models = models_of(pool.replicas) or [server.model] * bool(server.model)
     what = f"{server.role} {server.id}, up {duration(server.uptime_s)}" + (
-        f", serves {server.model}" if server.model else ""
+        f", serves {', '.join(models)}" if models else ""
     )
     return Group(Text(what), load_table(pool.replicas) if pool.replicas else Text("no replica is known", "yellow"))
 
 
+def models_of(replicas: Sequence[control_pb2.ReplicaLoad]) -> list[str]:
+    """What the replicas serve, each model once."""
+    return sorted({replica.model for replica in replicas if replica.model})
+
+
 def load_table(replicas: Sequence[control_pb2.ReplicaLoad]) -> Table:
-    """One line a replica. A tier's column shows "running+free": sequences in it, and how many more could start."""
+    """One line a replica, with its model where there are several.
+
+    A tier's column shows "running+free": sequences in it, and how many more could start.
+    """
+    has_models = len(models_of(replicas)) > 1
     tiers = sorted({tier.tier for replica in replicas for tier in replica.load.tiers})
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("replica", no_wrap=True)
+    if has_models:
+        table.add_column("model", overflow="fold")
     table.add_column("state", no_wrap=True)
     for title in (*(f"≤{tier}" for tier in tiers), "run", "wait", "tok/s", "step ms", "blocks", "graphs"):
         table.add_column(title, justify="right", no_wrap=True)
     for replica in sorted(replicas, key=lambda replica: replica.replica):
-        table.add_row(replica.replica, _state_cell(replica), *_load_cells(replica, tiers))
+        model = [replica.model or "-"] if has_models else []
+        table.add_row(replica.replica, *model, _state_cell(replica), *_load_cells(replica, tiers))
     return table
 
 

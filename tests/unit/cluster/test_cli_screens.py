@@ -73,6 +73,27 @@ def test_the_table_of_four_tiers_fits_a_terminal_of_80_columns() -> None:
     assert "…" not in shown(load_table([wide, STARTING]))
 
 
+def test_of_several_models_each_replica_tells_its_own() -> None:
+    def replica(name: str, model: str) -> control_pb2.ReplicaLoad:
+        load = control_pb2.ReplicaLoad(model=model)
+        load.MergeFrom(READY)
+        load.replica = name
+        return load
+
+    server = control_pb2.ServerInfo(role="router", id="r", model="one")
+    same = shown(pool_table(PoolStatus(server, [replica("a", "one"), replica("b", "one")])))
+    assert ", serves one\n" in same
+    assert "model" not in same
+    mixed = shown(pool_table(PoolStatus(server, [replica("a", "one"), replica("b", "two"), STARTING])))
+    assert ", serves one, two\n" in mixed
+    assert [line.split()[:3] for line in mixed.splitlines()[1:]] == [
+        ["replica", "model", "state"],
+        ["a", "one", "READY"],
+        ["b", "two", "READY"],
+        ["replica-0", "-", "STARTING"],
+    ]
+
+
 def test_a_pool_without_replicas_says_so() -> None:
     server = control_pb2.ServerInfo(role="router", id="r", uptime_s=3723)
     assert shown(pool_table(PoolStatus(server, []))).splitlines() == ["router r, up 1 h 2 min", "no replica is known"]
