@@ -59,13 +59,13 @@ async def test_an_answer_whose_only_replica_dies_breaks_off_with_a_sentence() ->
 async def test_a_death_costs_no_request_a_token_wherever_it_runs() -> None:
     async with script_pool(1, knobs=ScriptKnobs(step_s=0.005)) as pool:
         doomed = await pool.spawn("doomed", step_s=0.005)
-        streams = [pool.client.stream(PROMPT, max_tokens=200, seed=seed) for seed in range(12)]
+        streams = [pool.client.stream(PROMPT, max_tokens=400, seed=seed) for seed in range(12)]
         readers = [asyncio.create_task(read(stream)) for stream in streams]
         await until(lambda: [load.router_streams for load in pool.router.pool.loads()] == [6, 6])
         await asyncio.sleep(0.2)
         await doomed.kill()
         answers = await asyncio.gather(*readers)
-    assert [ids(pieces) for pieces in answers] == [script(PROMPT, seed, 0, 200) for seed in range(12)]
+    assert [ids(pieces) for pieces in answers] == [script(PROMPT, seed, 0, 400) for seed in range(12)]
     assert all([piece.sequence for piece in pieces] == list(range(len(pieces))) for pieces in answers)
     executions = [pieces[-1].execution for pieces in answers]
     assert sorted(one.attempts for one in executions if one) == [1] * 6 + [2] * 6
@@ -179,7 +179,7 @@ async def test_a_frozen_replica_loses_its_answers_to_others_and_is_taken_back_wh
 async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
     async with script_pool(2, knobs=ScriptKnobs(step_s=0.004)) as pool:
         leaving, staying = pool.replicas
-        streams = [asyncio.create_task(read(pool.client.stream(PROMPT, max_tokens=100, seed=s))) for s in range(8)]
+        streams = [asyncio.create_task(read(pool.client.stream(PROMPT, max_tokens=300, seed=s))) for s in range(8)]
         await until(lambda: leaving.server.num_live == 4)
         drain = asyncio.create_task(pool.client.drain(leaving.server.name, grace_s=10))
         await until(lambda: pool.states[leaving.server.name] == control_pb2.REPLICA_STATE_DRAINING)
@@ -189,7 +189,7 @@ async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new() ->
         await asyncio.wait_for(leaving.server.wait_stopped(), 5)
         assert leaving.server.state is State.STOPPED
         assert leaving.failures == []
-    assert [ids(pieces) for pieces in early] == [script(PROMPT, seed, 0, 100) for seed in range(8)]
+    assert [ids(pieces) for pieces in early] == [script(PROMPT, seed, 0, 300) for seed in range(8)]
     assert {answer.execution.replica for answer in late if answer.execution} == {staying.server.name}
 
 
@@ -214,7 +214,7 @@ async def test_a_drain_under_load_loses_nothing() -> None:
 
 
 async def test_what_outlasts_the_grace_of_a_drain_is_handed_over() -> None:
-    async with script_pool(2, knobs=ScriptKnobs(step_s=0.002)) as pool:
+    async with script_pool(2, knobs=ScriptKnobs(step_s=0.005)) as pool:
         streams = [asyncio.create_task(read(pool.client.stream(PROMPT, max_tokens=300, seed=s))) for s in range(8)]
         leaving = pool.replicas[0]
         await until(lambda: leaving.server.num_live == 4)
@@ -236,13 +236,13 @@ async def test_what_outlasts_a_drain_with_nobody_to_take_over_is_cut_off_unavail
 
 async def test_a_router_drains_itself() -> None:
     async with script_pool(1, knobs=ScriptKnobs(step_s=0.004)) as pool:
-        running = asyncio.create_task(read(pool.client.stream(PROMPT, max_tokens=100, seed=1)))
+        running = asyncio.create_task(read(pool.client.stream(PROMPT, max_tokens=500, seed=1)))
         await until(lambda: pool.router.pool.num_live == 1)
         drain = asyncio.create_task(pool.client.drain(grace_s=10))
         await asyncio.sleep(0.05)
         with pytest.raises(Unavailable, match="draining"):
             await pool.client.generate(PROMPT)
-        assert ids(await running) == script(PROMPT, 1, 0, 100)
+        assert ids(await running) == script(PROMPT, 1, 0, 500)
         await drain
 
 

@@ -28,6 +28,7 @@ from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 from tests.fakes.script_engine import CONTROL_IDS, ScriptKnobs, script, script_text
 from tests.fakes.script_pool import FAST, ONE_TRY, ScriptPool, script_pool, start_replica
+from tests.fakes.waiting import until
 from worker.request import FinishReason
 
 PROMPT = (10, 20, 30)
@@ -53,7 +54,9 @@ async def test_a_stream_is_the_script_in_contiguous_pieces() -> None:
 
 async def test_the_first_token_travels_alone_and_the_rest_is_packed() -> None:
     knobs = ScriptKnobs(step_s=0.001)
-    async with script_pool(replica=ReplicaConfig(flush_interval_ms=20), knobs=knobs) as pool:
+    async with script_pool(
+        replica=ReplicaConfig(flush_interval_ms=100, max_flush_interval_ms=100), knobs=knobs
+    ) as pool:
         pieces = await pieces_of(pool, max_tokens=100)
     assert len(pieces[0].token_ids) == 1
     assert len(pieces) < 25
@@ -186,7 +189,7 @@ async def test_an_id_that_is_live_is_refused_and_free_again_afterwards() -> None
             with pytest.raises(AlreadyExists, match="request_id"):
                 await pool.client.generate(PROMPT, request_id="twice", max_tokens=1)
             await anext(stream)
-        await pool.router.pool.wait_idle(2)
+        await pool.router.pool.wait_idle(20)
         again = await pool.client.generate(PROMPT, request_id="twice", max_tokens=1)
     assert again.request_id == "twice"
 
@@ -212,7 +215,7 @@ async def test_a_deadline_that_passes_is_an_error_and_frees_the_engine(is_direct
                 await client.generate(PROMPT, max_tokens=3000, timeout_s=0.1)
             with pytest.raises(DeadlineExceeded):
                 await read(client.stream(PROMPT, max_tokens=3000, timeout_s=0.1))
-        assert await pool.replicas[0].server._backend.wait_idle(1)
+        assert await pool.replicas[0].server._backend.wait_idle(20)
         await wait_for_rows(pool, 0)
 
 
@@ -230,7 +233,7 @@ async def test_a_full_queue_is_refused_with_a_time_to_come_back() -> None:
         running = pool.client.stream(PROMPT, max_tokens=500)
         await anext(running)
         waiting = pool.client.stream(PROMPT, max_tokens=5)
-        await asyncio.sleep(0.05)
+        await until(lambda: pool.replicas[0].engine.load().waiting == 1)
         with pytest.raises(ResourceExhausted, match="waiting") as caught:
             await pool.client.generate(PROMPT, max_tokens=2)
         running.cancel()
@@ -352,7 +355,7 @@ async def test_the_blocking_client_does_the_same() -> None:
         await asyncio.to_thread(call, pool.router.address)
 
 
-async def wait_for_rows(pool: ScriptPool, num_rows: int, timeout_s: float = 2.0) -> None:
+async def wait_for_rows(pool: ScriptPool, num_rows: int, timeout_s: float = 20.0) -> None:
     """Until the engines hold that many rows altogether."""
     async with asyncio.timeout(timeout_s):
         while sum(replica.engine.load().running for replica in pool.replicas) != num_rows:  # noqa: ASYNC110

@@ -83,7 +83,7 @@ async def test_s10_a_hostile_text_does_not_hold_up_the_event_loop(kind: str, nam
 async def test_s10_a_text_that_takes_too_long_is_refused_by_name_and_others_are_answered() -> None:
     def slow(text: str) -> None:
         if len(text) > 5000:
-            time.sleep(0.6)
+            time.sleep(1.2)
 
     replica = await start_replica(ReplicaConfig(text_timeout_s=0.2), text=ScriptText(slow))
     try:
@@ -94,7 +94,7 @@ async def test_s10_a_text_that_takes_too_long_is_refused_by_name_and_others_are_
             await asyncio.sleep(0.05)
             started_s = time.perf_counter()
             await stub.Tokenize(generation_pb2.TokenizeRequest(text="short"), timeout=10)
-            assert time.perf_counter() - started_s < 0.15
+            assert time.perf_counter() - started_s < 0.8
             with pytest.raises(grpc.aio.AioRpcError, match=r"text: takes longer than 0\.2 s") as caught:
                 await late
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
