@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from protos.control_pb2 import ModelInfo
 
 MODEL_TIMEOUT_S = 10.0
-HELP = "/new starts over, /quit ends (so does Ctrl-D); Ctrl-C ends an answer."
+HELP = "/new starts over, /quit ends (so does Ctrl-D), /help says this; Ctrl-C ends an answer."
+ENDS, HELPS = ("/quit", "/exit", "/bye"), ("/help", "/?")
 
 
 def chat(
@@ -141,12 +143,18 @@ def _talk(conversation: Conversation) -> None:
     from cluster.client import CallError
 
     info = conversation.model()
+    if sys.stdin.isatty():
+        # Gives the prompt a history and keys that move in the line, where Python was built with it.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
     typer.secho(f"{info.name} on {info.device}. {HELP}", err=True, dim=True)
     while (text := _ask()) is not None:
         if text == "/new":
             conversation.begin_again()
-        elif text == "/quit":
+        elif text in ENDS:
             return
+        elif text in HELPS:
+            typer.secho(HELP, err=True, dim=True)
         elif text:
             try:
                 conversation.say(text)

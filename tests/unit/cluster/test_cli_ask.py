@@ -57,6 +57,13 @@ def test_a_conversation_remembers_until_it_is_begun_again(address: str, client: 
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("end", ["/quit", "/exit"])
+def test_help_and_the_end_of_a_conversation_do_not_reach_the_model(end: str, address: str) -> None:
+    done = graphpool("chat", "--address", address, *GREEDY, stdin=f"/help\n{end}\nunheard\n")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.count("/new starts over") == 2
+
+
 def test_a_conversation_goes_on_after_a_refused_message(address: str) -> None:
     done = graphpool("chat", "--address", address, "-t", "0", "-n", "4000", stdin="x" * 200 + "\n/quit\n")
     assert "max_tokens" in done.stderr
