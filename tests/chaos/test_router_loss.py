@@ -12,7 +12,7 @@ from tests.chaos.oracle import Question, Record, ask, random_question, watch
 from tests.fakes.router_process import spawn_router
 
 RECONNECT_S = 1.0
-LOAD_S = 0.7
+LOAD_S = 1.5
 """Scheduling delay of a busy machine with two cores, on top of the bound."""
 
 

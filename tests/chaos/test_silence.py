@@ -16,7 +16,7 @@ from tests.chaos.oracle import Question, Record
 from tests.chaos.tcp_proxy import TcpProxy
 
 STEP_S = 0.02
-LOAD_S = 0.7
+LOAD_S = 1.5
 """Scheduling delay of a busy machine with two cores, on top of every bound."""
 HANG_S = 3.0
 PARTITION_S = 4.0

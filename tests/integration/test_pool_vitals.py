@@ -18,7 +18,7 @@ from tests.fakes.waiting import until
 
 PROMPT = (10, 20, 30)
 NEVER_S = 3600.0
-LOAD_S = 1.0
+LOAD_S = 1.5
 """Scheduling delay of a machine that is busy with other things, on top of every bound."""
 OPEN, CLOSED = control_pb2.BREAKER_OPEN, control_pb2.BREAKER_CLOSED
 
