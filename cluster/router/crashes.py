@@ -14,20 +14,20 @@ class Crashes:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._crashed_s: dict[str, float] = {}
-        self._explained: set[str] = set()
+        self._explained_s: dict[str, float] = {}
 
     def note(self, incarnation: str) -> None:
         """It crashed; every request that was on it may say so."""
         self._crashed_s.setdefault(incarnation, self._clock())
 
-    def explain(self, incarnation: str) -> None:
-        """A request was found to have caused it."""
-        self._explained.add(incarnation)
+    def explain(self, incarnations: Collection[str]) -> None:
+        """A request was found to have ended these."""
+        self._explained_s.update(dict.fromkeys(incarnations, self._clock()))
 
     def num_others(self, incarnations: Collection[str]) -> int:
         """Crashes beside these that nothing explains: the more, the less does another one prove against a request."""
         limit_s = self._clock() - WINDOW_S
-        for old in [name for name, crashed_s in self._crashed_s.items() if crashed_s < limit_s]:
-            del self._crashed_s[old]
-            self._explained.discard(old)
-        return len(self._crashed_s.keys() - self._explained - set(incarnations))
+        for times_s in (self._crashed_s, self._explained_s):
+            for old in [name for name, time_s in times_s.items() if time_s < limit_s]:
+                del times_s[old]
+        return len(self._crashed_s.keys() - self._explained_s.keys() - set(incarnations))

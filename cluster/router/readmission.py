@@ -75,7 +75,7 @@ class Readmission:
         if pause_s > 0:
             vitals.breaker.hold()
             log.warning(
-                "replica %s (%s) gets no canary for %.0f s: on %s %d processes in a row ended badly, the last because %s; "
+                "replica %s (%s) gets no canary for %.1f s: on %s %d processes in a row ended badly, the last because %s; "
                 "if that goes on, take that GPU out of service (docs/operations.md, A place that keeps failing)",
                 *(self._replica.name, self._replica.incarnation, pause_s),
                 *(vitals.place, vitals.num_ends, vitals.last_end),

@@ -186,8 +186,9 @@ class Resuming:
             answering.num_stalled_trials += 1
         answering.num_lost_trials += verdict is Verdict.GUILTY
         if self._is_poison(answering) or answering.num_stalled_trials >= MAX_STALLED_TRIALS:
-            self._crashes.explain(link.incarnation)
-            self._on_explained({*answering.crashed_on, link.incarnation})
+            ended = {*answering.crashed_on, link.incarnation}
+            self._crashes.explain(ended)
+            self._on_explained(ended)
             log.error("request %.64r ended a replica alone and is quarantined", request.request_id)
             self._quarantine.add(request)
             self._metrics.poisoned()

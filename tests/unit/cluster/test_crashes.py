@@ -24,6 +24,6 @@ def test_crashes_of_others_count_once_each_and_for_a_while() -> None:
 def test_a_crash_that_a_request_explains_speaks_for_nobody_else() -> None:
     crashes = Crashes()
     crashes.note("a")
-    crashes.explain("a")
+    crashes.explain({"a", "not known"})
     crashes.note("a")
     assert crashes.num_others(()) == 0

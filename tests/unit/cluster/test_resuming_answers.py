@@ -120,25 +120,36 @@ def refuses(code: int, retry_after_ms: int = 0) -> Act:
     return lambda stream, _: stream.push(replica_pb2.StreamEvent(stream_id=1, error=error, end=True))
 
 
-def request() -> pb.GenerateRequest:
-    return pb.GenerateRequest(request_id="r", text="x", sampling=pb.SamplingParams(max_tokens=8))
+def request(text: str = "x") -> pb.GenerateRequest:
+    return pb.GenerateRequest(request_id="r", text=text, sampling=pb.SamplingParams(max_tokens=8))
 
 
 class Run:
     """An answer, and what was made of the replicas on the way."""
 
-    def __init__(self, *acts: Act, config: RouterConfig | None = None, others: bool = False) -> None:
+    def __init__(
+        self,
+        *acts: Act,
+        config: RouterConfig | None = None,
+        others: bool = False,
+        on_explained: Callable[[Any], None] = lambda _: None,
+    ) -> None:
         self.links = [ScriptLink(f"r{place}", act) for place, act in enumerate(acts)]
         untyped: Any = ScriptPlacement(self.links, others=others)
         self.placement = untyped
         self.quarantine = Quarantine(60.0)
         self.answering = Answering(None)
         self._resuming = Resuming(
-            config or RouterConfig(), untyped, quarantine=self.quarantine, metrics=RouterMetrics()
+            config or RouterConfig(),
+            untyped,
+            quarantine=self.quarantine,
+            metrics=RouterMetrics(),
+            on_explained=on_explained,
         )
 
-    async def tokens(self) -> list[int]:
-        pieces = [one async for one in self._resuming.answer(request(), self.answering)]
+    async def tokens(self, text: str = "x") -> list[int]:
+        self.answering = Answering(None)
+        pieces = [one async for one in self._resuming.answer(request(text), self.answering)]
         assert [one.sequence for one in pieces] == list(range(len(pieces)))
         assert all(link.outstanding_tokens == 0 for link in self.links)
         return [token for one in pieces for token in one.choices[0].token_ids]
@@ -194,6 +205,29 @@ async def test_the_guilty_ends_poisoned_and_is_quarantined() -> None:
     assert not run.links[2].submits
     with pytest.raises(PoisonedRequest):
         run.quarantine.check(request())
+
+
+async def test_a_second_guilty_request_soon_after_the_first_takes_no_more_replicas_than_that() -> None:
+    explained: list[set[str]] = []
+    suspect, guilty = loses(Verdict.SUSPECT), loses(Verdict.GUILTY)
+    run = Run(suspect, guilty, suspect, guilty, brings(1), on_explained=explained.append)
+    for text in ("x", "y"):
+        with pytest.raises(PoisonedRequest):
+            await run.tokens(text)
+    assert not run.links[4].submits
+    assert explained == [{"r0", "r1"}, {"r2", "r3"}]
+
+
+async def test_two_crashes_in_one_place_prove_nothing_and_a_third_does() -> None:
+    def run(*acts: Act) -> Run:
+        made = Run(loses(Verdict.SUSPECT), loses(Verdict.GUILTY), *acts)
+        for link in made.links[:2]:
+            link.vitals.note_place("GPU-1", link.incarnation)
+        return made
+
+    assert await run(brings(1, 2)).tokens() == [1, 2]
+    with pytest.raises(PoisonedRequest):
+        await run(loses(Verdict.GUILTY), brings(1)).tokens()
 
 
 async def test_one_stall_alone_may_be_the_machines_and_two_are_the_requests() -> None:
