@@ -81,9 +81,23 @@ def deploy(
         findings = check_deployment(files, step_ms=step_ms)
         is_ok = all(finding.status != "fail" for finding in findings)
         values = {"ok": is_ok, "checks": [asdict(finding) for finding in findings]}
-        _show(values if as_json else findings_table(findings))
+        _show(values if as_json else findings_lines(findings))
     if not is_ok:
         raise typer.Exit(FAILED)
+
+
+def findings_lines(findings: list[Finding]) -> RenderableType:
+    """For places with long names: the place, then what was found there and what to do."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    lines: list[RenderableType] = []
+    for finding in findings:
+        lines.append(Text.assemble((f"{finding.status:<6}", COLOURS[finding.status]), finding.check))
+        remedy = f": {finding.remedy}" if finding.remedy else ""
+        lines.append(Padding(Text(f"{finding.detail}{remedy}"), (0, 0, 0, 6)))
+    return Group(*lines)
 
 
 def findings_table(findings: list[Finding]) -> RenderableType:

@@ -15,7 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from cluster.cli.app import app
-from cluster.cli.doctor import bisect_text, findings_table
+from cluster.cli.doctor import bisect_text, findings_lines, findings_table
 from cluster.doctor import gpu, machine, packages
 from cluster.doctor.bisect import bisect_module
 from cluster.doctor.finding import Finding, run_checks
@@ -189,3 +189,15 @@ def test_bisecting_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     done = invoke("--bisect", str(tmp_path / "nothing"))
     assert done.exit_code == 1
     assert "Traceback" not in done.output
+
+
+def test_places_with_long_names_leave_the_whole_width_to_what_was_found() -> None:
+    from rich.console import Console
+
+    file = io.StringIO()
+    place = "several-models.yaml line 1234: applications[0].args.worker.model"
+    found = [Finding(place, "fail", "found [this]", "say so"), Finding("a.yaml", "ok", "fine", "")]
+    Console(file=file, width=80).print(findings_lines(found))
+    assert [line.rstrip() for line in file.getvalue().splitlines()] == [
+        *(f"fail  {place}", "      found [this]: say so", "ok    a.yaml", "      fine")
+    ]
