@@ -38,7 +38,7 @@ class Sink:
             self.calls.append(sum(not isinstance(event, RequestPhase) for event in events))
             self._changed.notify_all()
 
-    def wait_for(self, condition: Condition, timeout_s: float = 10) -> None:
+    def wait_for(self, condition: Condition, timeout_s: float = 30) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: condition(self.events), timeout_s)
 
@@ -214,7 +214,7 @@ def test_a_worker_that_has_just_started_answers_before_it_prepares(monkeypatch: 
         assert not prepared
         thread.submit(request("first"))
         sink.wait_for(ended("first"))
-        deadline_s = time.monotonic() + 5.0
+        deadline_s = time.monotonic() + 20.0
         while len(prepared) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert len(prepared) == 3
