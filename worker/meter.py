@@ -24,6 +24,7 @@ class StepMeter:
         self.prefill_token_s: float | None = None
         self.answer_tokens: float | None = None
         """Recent mean length of answers."""
+        self._prefill_s = self._prefill_tokens = 0.0
         self._token_s: float | None = None
         self._longest_s: float | None = None
 
@@ -36,7 +37,13 @@ class StepMeter:
             self.decode_step_s = _mean(self.decode_step_s, took_s)
             self._token_s = _mean(self._token_s, took_s / len(batch.segments))
         else:
-            self.prefill_token_s = _mean(self.prefill_token_s, took_s / batch.num_tokens)
+            self._note_prefill(batch.num_tokens, took_s)
+
+    def _note_prefill(self, num_tokens: int, took_s: float) -> None:
+        """A mean over tokens, not over steps: one of few tokens takes hardly less than one of many, and tells little."""
+        self._prefill_s = (1 - WEIGHT) * self._prefill_s + took_s
+        self._prefill_tokens = (1 - WEIGHT) * self._prefill_tokens + num_tokens
+        self.prefill_token_s = self._prefill_s / self._prefill_tokens
 
     def finish(self, num_generated: int) -> None:
         """Count one complete answer."""

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from worker.batch import Batch
 from worker.load import GraphReadiness, LoadSnapshot
 from worker.meter import StepMeter
 
@@ -45,3 +48,36 @@ def test_whoever_waits_for_blocks_waits_for_the_few_that_run() -> None:
 
 def test_what_came_a_moment_ago_to_an_idle_engine_holds_nobody_up() -> None:
     assert round(snapshot(running=0, waiting=1).predicted_ttft_s, 6) == 0.06
+
+
+class Prefill:
+    """As much of a batch as is counted."""
+
+    phase = "prefill"
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+
+def record(meter: StepMeter, num_tokens: int, took_s: float) -> None:
+    batch: Batch = Prefill(num_tokens)  # type: ignore[assignment]
+    meter.record(batch, "eager", took_s)
+
+
+def test_what_a_prompt_token_costs_is_told_by_the_steps_that_compute_many() -> None:
+    meter = StepMeter()
+    record(meter, 4, 0.7)  # the canary, in a process that has just started
+    for _ in range(5):
+        record(meter, 16, 0.1)
+        record(meter, 512, 1.0)
+    assert meter.prefill_token_s == pytest.approx(1.1 / 528, rel=0.3)
+    # So a hang shows in seconds, and not in the time that so many small steps would take.
+    assert meter.predict_s(512) == pytest.approx(1.1, rel=0.3)
+
+
+def test_prompts_that_become_dearer_are_noticed_within_some_steps() -> None:
+    meter = StepMeter()
+    for took_s in (0.1, 0.4):
+        for _ in range(40):
+            record(meter, 100, took_s)
+    assert meter.prefill_token_s == pytest.approx(0.004, rel=0.05)
