@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 QUESTION = "Why is the sky blue?"
+SECURED = "  callers say who they are: see Security in `graphpool chat --help`"
 
 
 def suggestion(address: str, *, has_tokenizer: bool, has_chat_template: bool) -> list[str]:

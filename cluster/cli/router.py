@@ -17,6 +17,7 @@ from cluster.cli.running import run_until_stopped, usage_errors
 
 if TYPE_CHECKING:
     from cluster.config import RouterConfig
+    from cluster.security.config import SecurityConfig
 
 
 def router(
@@ -94,6 +95,18 @@ def router(
     run_until_stopped(lambda: _serve(config, drain_s), log_level=log_level.number)
 
 
+def joining(address: str, asked: SecurityConfig) -> str:
+    """What a replica is started with to join the router at `address`."""
+    from cluster.config import is_loopback, join_address, split_address
+
+    host, port = split_address("listen", address)
+    if is_loopback(host) and not (asked.asks_who or asked.has_tls):
+        return f"graphpool worker --port 0 --announce {address}"
+    place = join_address("THIS-HOST" if host in ("0.0.0.0", "::") else host, port)
+    secured = " and --tls-cert, --tls-key, --tls-ca of the same CA" if asked.has_tls else ""
+    return f"graphpool worker with --announce {place}, a --host that the router reaches{secured}"
+
+
 async def _serve(config: RouterConfig, drain_s: float) -> None:
     from cluster.cli.startup import StartupLines
     from cluster.heap import settle_heap
@@ -107,7 +120,7 @@ async def _serve(config: RouterConfig, drain_s: float) -> None:
         if server.metrics_address:
             lines.say(f"  metrics:  {config.security.http}://{server.metrics_address}/metrics")
         if not config.replicas:
-            lines.say(f"  add a replica:  graphpool worker --port 0 --announce {server.address}")
+            lines.say(f"  add a replica:  {joining(server.address, config.security)}")
         try:
             await asyncio.Event().wait()
         finally:

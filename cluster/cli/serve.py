@@ -165,14 +165,14 @@ async def _model_info(pool: LocalPool) -> ModelInfo:
 
 
 def _say_ready(lines: StartupLines, pool: LocalPool, info: ModelInfo, asked: SecurityConfig) -> None:
-    from cluster.cli.first_words import QUESTION, suggestion
+    from cluster.cli.first_words import QUESTION, SECURED, suggestion
 
     address = pool.address
     lines.done(f"[bold]ready[/] at [bold]{address}[/]; Ctrl-C stops everything")
     if pool.metrics_address:
         lines.say(f"  metrics:  {asked.http}://{pool.metrics_address}/metrics, replicas' on the ports after it")
     if asked.asks_who or asked.has_tls:
-        lines.say("  callers say who they are: see Security in `graphpool chat --help`")
+        lines.say(SECURED)
         return
     for line in suggestion(address, has_tokenizer=info.has_tokenizer, has_chat_template=info.has_chat_template):
         lines.say(line)

@@ -129,7 +129,7 @@ def worker(
 async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) -> None:
     from rich.markup import escape
 
-    from cluster.cli.first_words import suggestion
+    from cluster.cli.first_words import SECURED, suggestion
     from cluster.cli.startup import StartupLines
     from cluster.replica_process import ReplicaProcess
     from cluster.transport import check_free
@@ -148,9 +148,10 @@ async def _serve(engine: WorkerConfig, config: ReplicaConfig, drain_s: float) ->
         lines.done(f"ready at [bold]{process.server.address}[/]{called}")
         if process.server.metrics_address:
             lines.say(f"  metrics:  {config.security.http}://{process.server.metrics_address}/metrics")
-        for line in suggestion(
+        tried = suggestion(
             process.server.address, has_tokenizer=info.has_tokenizer, has_chat_template=info.has_chat_template
-        ):
+        )
+        for line in [SECURED] if config.security.asks_who or config.security.has_tls else tried:
             lines.say(line)
         try:
             await asyncio.Event().wait()
