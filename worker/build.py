@@ -31,7 +31,7 @@ from worker.model.progress import Progress
 from worker.model.source import resolve_model
 from worker.prefix_cache import PrefixCache
 from worker.runner import EagerRunner, Runner
-from worker.scheduler import Scheduler
+from worker.scheduler import Scheduler, StepCost
 from worker.service import EventSink
 from worker.shapes import Shapes, choose_device, choose_dtype, choose_shapes
 from worker.step_cost import BytesMoved
@@ -143,19 +143,7 @@ def create_engine(
     pool = BlockPool(shapes.num_blocks)
     kernels = create_kernels(config, served, shapes, kv_cache)
     runner = create_runner(config, served, shapes, kv_cache, kernels, pool)
-    scheduler = Scheduler(
-        tiers=shapes.tiers,
-        buckets=shapes.buckets,
-        prefill_buckets=shapes.prefill_buckets,
-        pool=pool,
-        max_waiting=config.max_waiting,
-        max_prefill_segments=runner.max_prefill_segments,
-        packs_parts=runner.packs_parts,
-        step_cost=step_cost(served, shapes) if kernels.reads_full_width else None,
-        prefill_chunk_when_busy=shapes.prefill_chunk_when_busy,
-        prefix_cache=PrefixCache(pool, config.block_size) if config.prefix_cache else None,
-        mix_tenants=config.mix_tenants,
-    )
+    cost = step_cost(served, shapes) if kernels.reads_full_width else None
     return Engine(
         EngineParts(
             info=replace(
@@ -163,7 +151,7 @@ def create_engine(
                 model=config.served_model_name or files.name,
                 is_deterministic=config.deterministic,
             ),
-            scheduler=scheduler,
+            scheduler=create_scheduler(config, shapes, pool, runner, cost),
             runner=runner,
             kv_cache=kv_cache,
             decode=None if text is None else text.decode,
@@ -171,6 +159,25 @@ def create_engine(
             hold_s=hold_s,
             weight_check=weight_check_of(served.model.module, interval_s=config.weight_check_interval_s),
         )
+    )
+
+
+def create_scheduler(
+    config: WorkerConfig, shapes: Shapes, pool: BlockPool, runner: Runner, cost: StepCost | None
+) -> Scheduler:
+    """With a prefix cache over the pool, unless it is off. `cost`: see Scheduler.step_cost."""
+    return Scheduler(
+        tiers=shapes.tiers,
+        buckets=shapes.buckets,
+        prefill_buckets=shapes.prefill_buckets,
+        pool=pool,
+        max_waiting=config.max_waiting,
+        max_prefill_segments=runner.max_prefill_segments,
+        packs_parts=runner.packs_parts,
+        step_cost=cost,
+        prefill_chunk_when_busy=shapes.prefill_chunk_when_busy,
+        prefix_cache=PrefixCache(pool, config.block_size) if config.prefix_cache else None,
+        mix_tenants=config.mix_tenants,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 
@@ -12,23 +13,29 @@ from worker.graphs.key import GraphKey
 from worker.inputs import MAX_PACKED, PrefillInputs, write_packing
 from worker.kv_cache import KVCache
 
+Inputs = TypeVar("Inputs", bound=DecodeInputs | PrefillInputs)
+
 CHECKED_ROWS = 32
 """Decode rows that have a scratch block of their own, at least."""
 HISTORY_BLOCKS = 8
 """The last scratch blocks are only read: a row that read what another writes in the same step would have two outcomes."""
 
 
-class DecodeDraw:
-    """Rows of any length the tier allows, each with a last block of its own; rows without one are padding."""
+class _Draw(Generic[Inputs]):
+    """Fills `inputs` for one key. Has `scratch_blocks` to itself while it is in use."""
 
     def __init__(
-        self, inputs: DecodeInputs, kv_cache: KVCache, scratch_blocks: Sequence[int], key: GraphKey, vocab_size: int
+        self, inputs: Inputs, kv_cache: KVCache, scratch_blocks: Sequence[int], key: GraphKey, vocab_size: int
     ) -> None:
         self.inputs = inputs
         self.kv_cache = kv_cache
         self.scratch_blocks = scratch_blocks
         self.key = key
         self.vocab_size = vocab_size
+
+
+class DecodeDraw(_Draw[DecodeInputs]):
+    """Rows of any length the tier allows, each with a last block of its own; rows without one are padding."""
 
     def __call__(self, generator: torch.Generator, poison: bool) -> int:
         """See worker.graphs.region.DrawInputs."""
@@ -60,17 +67,8 @@ class DecodeDraw:
         host["block_tables"][row, full_blocks + 1 :] = PADDING_BLOCK
 
 
-class PrefillDraw:
+class PrefillDraw(_Draw[PrefillInputs]):
     """One sequence: a chunk that fills about three quarters of the bucket, after as much history as its variant has."""
-
-    def __init__(
-        self, inputs: PrefillInputs, kv_cache: KVCache, scratch_blocks: Sequence[int], key: GraphKey, vocab_size: int
-    ) -> None:
-        self.inputs = inputs
-        self.kv_cache = kv_cache
-        self.scratch_blocks = scratch_blocks
-        self.key = key
-        self.vocab_size = vocab_size
 
     def __call__(self, generator: torch.Generator, poison: bool) -> int:
         """See worker.graphs.region.DrawInputs. The one row of the output is valid."""

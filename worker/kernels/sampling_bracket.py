@@ -17,6 +17,7 @@ from worker.kernels.sampling_rows import (
     line_of,
     logits_from,
     mass_of,
+    parts_of,
     real_of,
     seat_of,
     weighed,
@@ -116,8 +117,7 @@ def refine(
     line = line_of(tables, row, vocab)
     start = block * BLOCK
     index, live, value = logits_from(line, start, vocab, BLOCK)
-    lane = tl.arange(0, PAD)
-    total = tl.sum(tl.load(masses + row * num_blocks + lane, mask=lane < num_blocks, other=0), axis=0)
+    total = tl.sum(parts_of(masses, row, num_blocks, PAD), axis=0)
     bins = tl.arange(0, _BINS)
     found = tl.load(coarse + row * _BINS + bins)
     top_k, top_p = whole_of(tables, seat, TOP_K), whole_of(tables, seat, TOP_P)
@@ -180,8 +180,7 @@ def gather(
     line = line_of(tables, row, vocab)
     start = block * BLOCK
     index, live, value = logits_from(line, start, vocab, BLOCK)
-    lane = tl.arange(0, PAD)
-    total = tl.sum(tl.load(masses + row * num_blocks + lane, mask=lane < num_blocks, other=0), axis=0)
+    total = tl.sum(parts_of(masses, row, num_blocks, PAD), axis=0)
     coarse_first, coarse_last = tl.load(bracket + row * 4), tl.load(bracket + row * 4 + 1)
     has_k, num_before = tl.load(bracket + row * 4 + 2) != 0, tl.load(bracket + row * 4 + 3)
     before = tl.load(above + row * 2).to(tl.float32) * _UNIT

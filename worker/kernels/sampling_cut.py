@@ -13,17 +13,17 @@ from worker.kernels.sampling_rows import (
     LEAST_P,
     LOWEST_KEY,
     SCALE,
-    TOKEN,
     TOP_K,
     TOP_P,
     Tables,
     best_key,
     edited,
+    greedy_logit,
     key_value,
     line_of,
     logits_from,
     mass_of,
-    place_of,
+    parts_of,
     real_of,
     seat_of,
     share,
@@ -113,7 +113,7 @@ def cut(
     if (needs & CUT) == 0:
         return
     line = line_of(tables, row, vocab)
-    likeliest = tl.load(line + tl.load(tables.last_tokens + place_of(tables, row, TOKEN)))
+    likeliest = greedy_logit(tables, row, line)
     if (needs & EDITS) != 0:
         likeliest = key_value(best_key(best, row, num_blocks, PAD))
     top_k, top_p = whole_of(tables, seat, TOP_K), whole_of(tables, seat, TOP_P)
@@ -130,8 +130,7 @@ def cut(
     base_mass = tl.where(is_listed, tl.load(above + row * 2 + 1), 0)
     lowest = tl.where(is_listed, tl.min(tl.where(live, keys, 0x7FFFFFFF), axis=0), LOWEST_KEY).to(tl.int64)
     highest = tl.where(is_listed, tl.max(keys, axis=0), 0x7FFFFFFF).to(tl.int64)
-    block = tl.arange(0, PAD)
-    total = tl.sum(tl.load(masses + row * num_blocks + block, mask=block < num_blocks, other=0), axis=0)
+    total = tl.sum(parts_of(masses, row, num_blocks, PAD), axis=0)
     low = tl.full((), LOWEST_KEY, tl.int64)
     if number_above >= 0:
         low, high = lowest, highest

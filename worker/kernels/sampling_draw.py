@@ -32,6 +32,7 @@ from worker.kernels.sampling_rows import (
     line_of,
     logits_from,
     mass_of,
+    parts_of,
     place_of,
     real_of,
     seat_of,
@@ -59,8 +60,7 @@ def _details(
     DETAILS: tl.constexpr,
 ) -> None:
     """See worker.logprobs. Only the first `num_wanted` of the likeliest tokens are written."""
-    block = tl.arange(0, PAD)
-    mass = tl.load(own_mass + row * num_blocks + block, mask=block < num_blocks, other=0)
+    mass = parts_of(own_mass, row, num_blocks, PAD)
     out = details + row * DETAILS
     tl.store(out, tl.sum(mass, axis=0))
     tl.store(out + 1, ordered_key(tl.load(line + greedy), greedy.to(tl.int32)))
@@ -116,7 +116,7 @@ def draw(
         parts = masses
         if (needs & CUT) != 0:
             parts = kept
-        mass = tl.load(parts + row * num_blocks + block, mask=block < num_blocks, other=0)
+        mass = parts_of(parts, row, num_blocks, PAD)
         target = share(tl.sum(mass, axis=0), fraction, 0)
         is_before = (tl.cumsum(mass, axis=0) <= target) & (block < num_blocks)
         start = tl.minimum(tl.sum(is_before.to(tl.int32), axis=0), num_blocks - 1) * BLOCK

@@ -108,6 +108,19 @@ def line_of(tables: Tables, row: tl.tensor, vocab: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def greedy_logit(tables: Tables, row: tl.tensor, line: tl.tensor) -> tl.tensor:
+    """The largest of a row's logits, before edits."""
+    return tl.load(line + tl.load(tables.last_tokens + place_of(tables, row, TOKEN)))
+
+
+@triton.jit
+def parts_of(parts: tl.tensor, row: tl.tensor, num_blocks: tl.tensor, PAD: tl.constexpr) -> tl.tensor:
+    """[PAD]: what each of a row's blocks has left in `parts`, and zeros."""
+    block = tl.arange(0, PAD)
+    return tl.load(parts + row * num_blocks + block, mask=block < num_blocks, other=0)
+
+
+@triton.jit
 def logits_from(line: tl.tensor, first: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr) -> tl.tuple:
     """(tokens, whether there are such, their logits) of a block."""
     index = first + tl.arange(0, BLOCK)
@@ -220,7 +233,7 @@ def weighed(
     PAD: tl.constexpr,
 ) -> tl.tuple:
     """(edited logits, exponents of their masses) of a block, from what `logits_from` has found."""
-    likeliest = tl.load(line + tl.load(tables.last_tokens + place_of(tables, row, TOKEN)))
+    likeliest = greedy_logit(tables, row, line)
     if (needs & EDITS) != 0:
         likeliest = key_value(best_key(best, row, num_blocks, PAD))
         value = edited(value, index, live, first, seat, needs, tables, vocab, BLOCK)

@@ -17,13 +17,12 @@ from worker.kernels.sampling_rows import (
     NO_KEY,
     NUM_LOGPROBS,
     RANDOM,
-    TOKEN,
     Tables,
     edited,
+    greedy_logit,
     line_of,
     logits_from,
     mass_of,
-    place_of,
     real_of,
     seat_of,
     weighed,
@@ -95,7 +94,7 @@ def survey(
     first = block * BLOCK
     index, live, value = logits_from(line, first, vocab, BLOCK)
     if (needs & LOGPROBS) != 0:
-        likeliest = tl.load(line + tl.load(tables.last_tokens + place_of(tables, row, TOKEN)))
+        likeliest = greedy_logit(tables, row, line)
         mass = tl.where(live, mass_of((value - likeliest) * LOG2_E), 0)
         tl.store(own_mass + row * num_blocks + block, tl.sum(mass, axis=0))
         keys = tl.where(live, ordered_key(value, index), NO_KEY)
