@@ -10,6 +10,7 @@ from cluster.cli import running
 from cluster.cli.certs import certs
 from cluster.cli.chat import chat
 from cluster.cli.doctor import doctor
+from cluster.cli.drain import drain
 from cluster.cli.generate import generate
 from cluster.cli.plan import plan
 from cluster.cli.router import router
@@ -31,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-SERVING, ASKING, PREPARING = "Serving", "Asking", "Before serving"
+SERVING, ASKING, STEERING, PREPARING = "Serving", "Asking", "Steering", "Before serving"
 
 app.command(rich_help_panel=SERVING)(serve)
 app.command(rich_help_panel=SERVING)(worker)
@@ -40,6 +41,7 @@ app.command(rich_help_panel=ASKING)(chat)
 app.command(rich_help_panel=ASKING)(generate)
 app.command(rich_help_panel=ASKING)(status)
 app.command(rich_help_panel=ASKING)(top)
+app.command(rich_help_panel=STEERING)(drain)
 app.command(rich_help_panel=PREPARING)(plan)
 app.add_typer(doctor, rich_help_panel=PREPARING)
 app.add_typer(certs, rich_help_panel=PREPARING)

@@ -15,7 +15,7 @@ from cluster.client import GraphpoolClient
 from tests.fakes.command_line import graphpool, read_until, running, scripted_replica
 from tests.fakes.scrape import fetch, parse
 
-COMMANDS = ("serve", "worker", "router", "chat", "generate", "status")
+COMMANDS = ("serve", "worker", "router", "chat", "generate", "status", "top", "drain", "plan")
 AT = r"at (127\.0\.0\.1:\d+)"
 
 
@@ -125,3 +125,27 @@ def test_metrics_for_others_need_to_be_asked_for() -> None:
     done = graphpool("router", "--port", "0", "--host", "0.0.0.0", "--metrics-port", "0")
     assert done.returncode == 2
     assert "insecure" in done.stderr
+
+
+def test_a_replica_that_is_drained_finishes_and_leaves() -> None:
+    with (
+        scripted_replica(step_s=0.01) as replica,
+        running("router", "--port", "0", "--replica", replica, stderr=subprocess.PIPE) as router,
+    ):
+        address = read_until(router, AT)[1]
+        with GraphpoolClient(address) as client:
+            stream = client.stream([5, 6], max_tokens=100, temperature=0.0)
+            pieces = [next(stream)]
+            done = graphpool("drain", "scripted", "--address", address)
+            pieces += list(stream)
+        left = graphpool("status", "--address", address)
+        unknown = graphpool("drain", "nobody", "--address", address)
+    assert (done.returncode, done.stdout) == (0, "scripted has drained\n")
+    assert sum(len(piece.token_ids) for piece in pieces) == 100
+    assert "STOPPED" in left.stdout
+    assert (left.returncode, unknown.returncode) == (1, 1)
+    assert "no replica is called 'nobody'" in unknown.stderr
+
+
+def test_no_name_at_all_drains_nothing() -> None:
+    assert graphpool("drain", "").returncode == 2
