@@ -34,6 +34,8 @@ from tests.fakes.script_pool import FAST, ONE_TRY, script_pool, start_replica
 
 PROMPT = (10, 20, 30)
 NUM_TOKENS = 200
+PATIENT_S = 60.0
+"""A step of a busy machine may take a while: here nothing is to be taken for a stall."""
 LONG = 800
 
 
@@ -110,12 +112,12 @@ async def test_an_answer_goes_on_to_the_token_after_its_replica_is_killed(num_ch
 
 async def test_an_answer_without_a_model_name_goes_on_with_the_model_that_began_it() -> None:
     async with script_pool(0) as pool:
-        doomed = await pool.spawn("doomed", model="one", step_s=0.01)
+        doomed = await pool.spawn("doomed", model="one", step_s=0.01, stall_s=PATIENT_S)
         stream = pool.client.stream(PROMPT, max_tokens=LONG, seed=4)
         pieces = [await anext(stream)]
-        await pool.spawn("another", model="two", step_s=0.003)
+        await pool.spawn("another", model="two", step_s=0.003, stall_s=PATIENT_S)
         await doomed.kill()
-        await pool.spawn("again", model="one", step_s=0.003)
+        await pool.spawn("again", model="one", step_s=0.003, stall_s=PATIENT_S)
         pieces += await read(stream)
     assert_whole(pieces, 4, LONG)
     assert pieces[-1].execution is not None
