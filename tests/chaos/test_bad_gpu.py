@@ -54,9 +54,9 @@ class BadGpu:
             work.result()
 
 
-async def ask_on(pool: ChaosPool, records: list[Record], number: int) -> None:
+async def ask_on(pool: ChaosPool, records: list[Record], number: int, is_over: asyncio.Event) -> None:
     draw = random.Random(number)
-    while True:
+    while not is_over.is_set():
         records.append(await pool.ask(random_question(draw)))
 
 
@@ -65,16 +65,16 @@ async def test_each_round_costs_less_often_and_a_few_answers_and_nobody_loses_or
     router = {"metrics_listen": metrics, "place_pause_min_s": PAUSE_S, "place_pause_max_s": 60.0}
     async with chaos_pool(2, router=router, step_s=0.005) as pool:
         records: list[Record] = []
-        asking = [asyncio.create_task(ask_on(pool, records, number)) for number in range(NUM_ASKERS)]
+        is_over = asyncio.Event()
+        asking = [asyncio.create_task(ask_on(pool, records, number, is_over)) for number in range(NUM_ASKERS)]
         bad = BadGpu(pool, metrics=metrics)
         async with bad.running():
             async with asyncio.timeout(150):
                 while len(bad.moved) < 5:  # noqa: ASYNC110  # what happens is in other processes
                     await asyncio.sleep(0.1)
             seen = await scrape(metrics)
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            is_over.set()
+            await asyncio.gather(*asking)
     assert len(records) > 50
     assert [record for record in records if not record.is_right] == []
     assert seen.value("poisoned_requests_total") == 0
