@@ -39,7 +39,7 @@ def test_an_empty_path_is_wrong_usage_that_names_the_option(arguments: list[str]
 def test_no_option_of_any_command_takes_an_empty_path() -> None:
     found = [(*words, option) for words, option in _path_options(typer.main.get_group(app))]
     assert {words[0] for words in found} == {
-        *["serve", "worker", "router", "chat", "generate", "status", "top", "plan", "doctor", "tokens"]
+        *["serve", "worker", "router", "chat", "generate", "status", "top", "drain", "plan", "doctor", "tokens"]
     }
     for words in found:
         done = _invoke(*words, "")
