@@ -26,17 +26,17 @@ from protos import control_pb2 as protos_dot_control__pb2
 from protos import generation_pb2 as protos_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/replica.proto\x12\x0cgraphpool.v1\x1a\x14protos/control.proto\x1a\x17protos/generation.proto\"s\n\x0f\x41nnounceRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.graphpool.v1.ReplicaState\"`\n\x10\x41nnounceResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x0e\n\x06next_s\x18\x02 \x01(\x01\x12,\n\x07poisons\x18\x03 \x03(\x0b\x32\x1b.graphpool.v1.PoisonVerdict\"\x1d\n\x0bRouterHello\x12\x0e\n\x06router\x18\x01 \x01(\t\"\xdf\x02\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x31\n\x08generate\x18\x03 \x01(\x0b\x32\x1d.graphpool.v1.GenerateRequestH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.graphpool.v1.ChatRequestH\x00\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\x12\x30\n\tdelivered\x18\x06 \x03(\x0b\x32\x1d.graphpool.v1.DeliveredChoice\x12\x15\n\rnext_sequence\x18\x07 \x01(\r\x12\x10\n\x08is_trial\x18\x08 \x01(\x08\x12\x14\n\x0ctrace_parent\x18\t \x01(\t\x12.\n\x0b\x63riticality\x18\n \x01(\x0e\x32\x19.graphpool.v1.Criticality\x12\x14\n\x0ctrial_tokens\x18\x0b \x01(\rB\t\n\x07request\"\x1b\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\x04\"\x1f\n\nTrialNoted\x12\x11\n\tstream_id\x18\x01 \x01(\x04\"3\n\rPoisonVerdict\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\xf1\x01\n\x0bRouterFrame\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.graphpool.v1.RouterHelloH\x00\x12&\n\x06submit\x18\x02 \x01(\x0b\x32\x14.graphpool.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x14.graphpool.v1.CancelH\x00\x12/\n\x0btrial_noted\x18\x04 \x01(\x0b\x32\x18.graphpool.v1.TrialNotedH\x00\x12-\n\x06poison\x18\x05 \x01(\x0b\x32\x1b.graphpool.v1.PoisonVerdictH\x00\x42\x06\n\x04kind\"i\n\x0cReplicaHello\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.graphpool.v1.ModelInfo\x12\x0b\n\x03gpu\x18\x04 \x01(\t\"S\n\x0bStreamError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\x03\"\xc1\x01\n\x0bStreamEvent\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12\x32\n\x08response\x18\x02 \x01(\x0b\x32\x1e.graphpool.v1.GenerateResponseH\x00\x12*\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x19.graphpool.v1.StreamErrorH\x00\x12*\n\x05phase\x18\x05 \x01(\x0e\x32\x19.graphpool.v1.StreamPhaseH\x00\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\x42\x06\n\x04kind\"\x9f\x02\n\x0cReplicaFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.graphpool.v1.ReplicaHello\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.graphpool.v1.StreamEvent\x12 \n\x04load\x18\x03 \x01(\x0b\x32\x12.graphpool.v1.Load\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.graphpool.v1.ReplicaState\x12\x14\n\x0c\x66rames_heard\x18\x05 \x01(\x04\x12\x13\n\x0bnum_routers\x18\x06 \x01(\r\x12,\n\x07poisons\x18\x07 \x03(\x0b\x32\x1b.graphpool.v1.PoisonVerdict\x12\x13\n\x0b\x66\x61iled_with\x18\x08 \x01(\x05*\x9e\x01\n\x0b\x43riticality\x12\x1b\n\x17\x43RITICALITY_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43RITICALITY_SHEDDABLE\x10\x01\x12\x1e\n\x1a\x43RITICALITY_SHEDDABLE_PLUS\x10\x02\x12\x18\n\x14\x43RITICALITY_CRITICAL\x10\x03\x12\x1d\n\x19\x43RITICALITY_CRITICAL_PLUS\x10\x04*\x84\x01\n\x0bStreamPhase\x12\x1c\n\x18STREAM_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16STREAM_PHASE_SCHEDULED\x10\x01\x12\x1c\n\x18STREAM_PHASE_TRIAL_BEGAN\x10\x02\x12\x1d\n\x19STREAM_PHASE_TRIAL_PASSED\x10\x03\x32U\n\x0eReplicaService\x12\x43\n\x06\x41ttach\x12\x19.graphpool.v1.RouterFrame\x1a\x1a.graphpool.v1.ReplicaFrame(\x01\x30\x01\x32^\n\x11MembershipService\x12I\n\x08\x41nnounce\x12\x1d.graphpool.v1.AnnounceRequest\x1a\x1e.graphpool.v1.AnnounceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/replica.proto\x12\x0cgraphpool.v1\x1a\x14protos/control.proto\x1a\x17protos/generation.proto\"s\n\x0f\x41nnounceRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.graphpool.v1.ReplicaState\"`\n\x10\x41nnounceResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x0e\n\x06next_s\x18\x02 \x01(\x01\x12,\n\x07poisons\x18\x03 \x03(\x0b\x32\x1b.graphpool.v1.PoisonVerdict\"\x1d\n\x0bRouterHello\x12\x0e\n\x06router\x18\x01 \x01(\t\"\xf1\x02\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x31\n\x08generate\x18\x03 \x01(\x0b\x32\x1d.graphpool.v1.GenerateRequestH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.graphpool.v1.ChatRequestH\x00\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\x12\x30\n\tdelivered\x18\x06 \x03(\x0b\x32\x1d.graphpool.v1.DeliveredChoice\x12\x15\n\rnext_sequence\x18\x07 \x01(\r\x12\x10\n\x08is_trial\x18\x08 \x01(\x08\x12\x14\n\x0ctrace_parent\x18\t \x01(\t\x12.\n\x0b\x63riticality\x18\n \x01(\x0e\x32\x19.graphpool.v1.Criticality\x12\x14\n\x0ctrial_tokens\x18\x0b \x01(\r\x12\x10\n\x08is_moved\x18\x0c \x01(\x08\x42\t\n\x07request\"\x1b\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\x04\"\x1f\n\nTrialNoted\x12\x11\n\tstream_id\x18\x01 \x01(\x04\"3\n\rPoisonVerdict\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\xf1\x01\n\x0bRouterFrame\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.graphpool.v1.RouterHelloH\x00\x12&\n\x06submit\x18\x02 \x01(\x0b\x32\x14.graphpool.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x14.graphpool.v1.CancelH\x00\x12/\n\x0btrial_noted\x18\x04 \x01(\x0b\x32\x18.graphpool.v1.TrialNotedH\x00\x12-\n\x06poison\x18\x05 \x01(\x0b\x32\x1b.graphpool.v1.PoisonVerdictH\x00\x42\x06\n\x04kind\"i\n\x0cReplicaHello\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.graphpool.v1.ModelInfo\x12\x0b\n\x03gpu\x18\x04 \x01(\t\"S\n\x0bStreamError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\x03\"\xc1\x01\n\x0bStreamEvent\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12\x32\n\x08response\x18\x02 \x01(\x0b\x32\x1e.graphpool.v1.GenerateResponseH\x00\x12*\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x19.graphpool.v1.StreamErrorH\x00\x12*\n\x05phase\x18\x05 \x01(\x0e\x32\x19.graphpool.v1.StreamPhaseH\x00\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\x42\x06\n\x04kind\"\x9f\x02\n\x0cReplicaFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.graphpool.v1.ReplicaHello\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.graphpool.v1.StreamEvent\x12 \n\x04load\x18\x03 \x01(\x0b\x32\x12.graphpool.v1.Load\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.graphpool.v1.ReplicaState\x12\x14\n\x0c\x66rames_heard\x18\x05 \x01(\x04\x12\x13\n\x0bnum_routers\x18\x06 \x01(\r\x12,\n\x07poisons\x18\x07 \x03(\x0b\x32\x1b.graphpool.v1.PoisonVerdict\x12\x13\n\x0b\x66\x61iled_with\x18\x08 \x01(\x05*\x9e\x01\n\x0b\x43riticality\x12\x1b\n\x17\x43RITICALITY_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43RITICALITY_SHEDDABLE\x10\x01\x12\x1e\n\x1a\x43RITICALITY_SHEDDABLE_PLUS\x10\x02\x12\x18\n\x14\x43RITICALITY_CRITICAL\x10\x03\x12\x1d\n\x19\x43RITICALITY_CRITICAL_PLUS\x10\x04*\x84\x01\n\x0bStreamPhase\x12\x1c\n\x18STREAM_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16STREAM_PHASE_SCHEDULED\x10\x01\x12\x1c\n\x18STREAM_PHASE_TRIAL_BEGAN\x10\x02\x12\x1d\n\x19STREAM_PHASE_TRIAL_PASSED\x10\x03\x32U\n\x0eReplicaService\x12\x43\n\x06\x41ttach\x12\x19.graphpool.v1.RouterFrame\x1a\x1a.graphpool.v1.ReplicaFrame(\x01\x30\x01\x32^\n\x11MembershipService\x12I\n\x08\x41nnounce\x12\x1d.graphpool.v1.AnnounceRequest\x1a\x1e.graphpool.v1.AnnounceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.replica_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CRITICALITY']._serialized_start=1723
-  _globals['_CRITICALITY']._serialized_end=1881
-  _globals['_STREAMPHASE']._serialized_start=1884
-  _globals['_STREAMPHASE']._serialized_end=2016
+  _globals['_CRITICALITY']._serialized_start=1741
+  _globals['_CRITICALITY']._serialized_end=1899
+  _globals['_STREAMPHASE']._serialized_start=1902
+  _globals['_STREAMPHASE']._serialized_end=2034
   _globals['_ANNOUNCEREQUEST']._serialized_start=85
   _globals['_ANNOUNCEREQUEST']._serialized_end=200
   _globals['_ANNOUNCERESPONSE']._serialized_start=202
@@ -44,25 +44,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERHELLO']._serialized_start=300
   _globals['_ROUTERHELLO']._serialized_end=329
   _globals['_SUBMIT']._serialized_start=332
-  _globals['_SUBMIT']._serialized_end=683
-  _globals['_CANCEL']._serialized_start=685
-  _globals['_CANCEL']._serialized_end=712
-  _globals['_TRIALNOTED']._serialized_start=714
-  _globals['_TRIALNOTED']._serialized_end=745
-  _globals['_POISONVERDICT']._serialized_start=747
-  _globals['_POISONVERDICT']._serialized_end=798
-  _globals['_ROUTERFRAME']._serialized_start=801
-  _globals['_ROUTERFRAME']._serialized_end=1042
-  _globals['_REPLICAHELLO']._serialized_start=1044
-  _globals['_REPLICAHELLO']._serialized_end=1149
-  _globals['_STREAMERROR']._serialized_start=1151
-  _globals['_STREAMERROR']._serialized_end=1234
-  _globals['_STREAMEVENT']._serialized_start=1237
-  _globals['_STREAMEVENT']._serialized_end=1430
-  _globals['_REPLICAFRAME']._serialized_start=1433
-  _globals['_REPLICAFRAME']._serialized_end=1720
-  _globals['_REPLICASERVICE']._serialized_start=2018
-  _globals['_REPLICASERVICE']._serialized_end=2103
-  _globals['_MEMBERSHIPSERVICE']._serialized_start=2105
-  _globals['_MEMBERSHIPSERVICE']._serialized_end=2199
+  _globals['_SUBMIT']._serialized_end=701
+  _globals['_CANCEL']._serialized_start=703
+  _globals['_CANCEL']._serialized_end=730
+  _globals['_TRIALNOTED']._serialized_start=732
+  _globals['_TRIALNOTED']._serialized_end=763
+  _globals['_POISONVERDICT']._serialized_start=765
+  _globals['_POISONVERDICT']._serialized_end=816
+  _globals['_ROUTERFRAME']._serialized_start=819
+  _globals['_ROUTERFRAME']._serialized_end=1060
+  _globals['_REPLICAHELLO']._serialized_start=1062
+  _globals['_REPLICAHELLO']._serialized_end=1167
+  _globals['_STREAMERROR']._serialized_start=1169
+  _globals['_STREAMERROR']._serialized_end=1252
+  _globals['_STREAMEVENT']._serialized_start=1255
+  _globals['_STREAMEVENT']._serialized_end=1448
+  _globals['_REPLICAFRAME']._serialized_start=1451
+  _globals['_REPLICAFRAME']._serialized_end=1738
+  _globals['_REPLICASERVICE']._serialized_start=2036
+  _globals['_REPLICASERVICE']._serialized_end=2121
+  _globals['_MEMBERSHIPSERVICE']._serialized_start=2123
+  _globals['_MEMBERSHIPSERVICE']._serialized_end=2217
 # @@protoc_insertion_point(module_scope)

@@ -165,6 +165,7 @@ class Submit(_message.Message):
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     CRITICALITY_FIELD_NUMBER: _builtins.int
     TRIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_MOVED_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.int
     """unique on this Attach stream"""
     attempt: _builtins.int
@@ -180,6 +181,8 @@ class Submit(_message.Message):
     criticality: Global___Criticality.ValueType
     trial_tokens: _builtins.int
     """that the trial brings of each choice, at least 2: as far as a lost replica may have been"""
+    is_moved: _builtins.bool
+    """its client has seen a part of it through this router, and waits for the next one"""
     @_builtins.property
     def generate(self) -> _generation_pb2.GenerateRequest: ...
     @_builtins.property
@@ -202,10 +205,11 @@ class Submit(_message.Message):
         trace_parent: _builtins.str = ...,
         criticality: Global___Criticality.ValueType = ...,
         trial_tokens: _builtins.int = ...,
+        is_moved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chat", b"chat", "criticality", b"criticality", "delivered", b"delivered", "generate", b"generate", "is_trial", b"is_trial", "next_sequence", b"next_sequence", "request", b"request", "stream_id", b"stream_id", "timeout_s", b"timeout_s", "trace_parent", b"trace_parent", "trial_tokens", b"trial_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chat", b"chat", "criticality", b"criticality", "delivered", b"delivered", "generate", b"generate", "is_moved", b"is_moved", "is_trial", b"is_trial", "next_sequence", b"next_sequence", "request", b"request", "stream_id", b"stream_id", "timeout_s", b"timeout_s", "trace_parent", b"trace_parent", "trial_tokens", b"trial_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["generate", "chat"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015

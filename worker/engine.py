@@ -111,7 +111,9 @@ class Engine:
         live = LiveRequest(request, self.info.max_model_len, now_s, self._decode, self.info.eos_token_ids)
         ends = live.restore(now_s)
         shed = self._shed_for(request, len(live.unfinished))
-        self.scheduler.add([choice.sequence for choice in live.unfinished], is_first=request.is_trial)
+        self.scheduler.add(
+            [choice.sequence for choice in live.unfinished], is_first=request.is_trial, has_begun=request.is_moved
+        )
         if not live.is_finished:
             self._live[request.request_id] = live
             self._choices |= {choice.sequence: choice for choice in live.unfinished}

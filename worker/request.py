@@ -50,6 +50,8 @@ class GenerateRequest:
     """Suspected of ending its worker: its first prefill and decode steps run with nothing else in them."""
     trial_tokens: int = 2
     """New tokens of each choice until it has stood its trial: one of the prefill, the others of decode steps."""
+    is_moved: bool = False
+    """Was under way on another worker just before: it starts before requests of which nothing has begun."""
 
     def delivered_of(self, index: int) -> tuple[int, ...]:
         """What there is of a choice already."""

@@ -84,12 +84,17 @@ class Scheduler:
         """Tokens still to be computed before those sequences that do not decode yet can."""
         return sum(sequence.num_uncomputed for sequence in self.sequences() if not sequence.is_decoding)
 
-    def add(self, sequences: list[Sequence], *, is_first: bool = False) -> None:
-        """Queue the choices of one request, all or none, before all others if `is_first`. Raises QueueFull."""
+    def add(self, sequences: list[Sequence], *, is_first: bool = False, has_begun: bool = False) -> None:
+        """Queue the choices of one request, all or none. Raises QueueFull.
+
+        Before all others if `is_first`; if it `has_begun` elsewhere, before those of which nothing has begun.
+        """
         if len(self.waiting) + len(sequences) > self.max_waiting:
             raise QueueFull(len(self.waiting), self.max_waiting)
         if is_first:
             self.waiting.add_first(sequences)
+        elif has_begun:
+            self.waiting.add_begun(sequences)
         else:
             self.waiting.add(sequences)
 

@@ -13,7 +13,7 @@ FAIR_TURN = 8
 
 
 class WaitingQueue:
-    """First those that were running before, then by criticality, and within a class in the order of arrival.
+    """First those that were running before, here or elsewhere, then by criticality, and within a class in the order of arrival.
 
     Only the engine's thread changes it; `len` and `num_below` may be asked from any.
     """
@@ -39,6 +39,10 @@ class WaitingQueue:
     def add_first(self, sequences: list[Sequence]) -> None:
         """Queue them before everything else, in this order."""
         self._front.extendleft(reversed(sequences))
+
+    def add_begun(self, sequences: Iterable[Sequence]) -> None:
+        """Queue them before all of which nothing has begun, behind others that ran before: their clients are in the middle."""
+        self._front.extend(sequences)
 
     @property
     def head(self) -> Sequence:

@@ -135,6 +135,7 @@ class EngineBackend:
             finished=frozenset(origin.delivered.finished),
             is_trial=origin.trial_tokens > 0,
             trial_tokens=origin.trial_tokens,
+            is_moved=origin.is_moved,
             **cache_options(request),
         )
         if not live.has_ended:

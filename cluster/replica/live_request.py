@@ -34,6 +34,8 @@ class Origin:
     delivered: Delivered = NOTHING
     trial_tokens: int = 0
     """0 = it is no suspect."""
+    is_moved: bool = False
+    """Whether it was under way on another replica just before."""
 
 
 class LiveRequest:

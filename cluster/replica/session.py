@@ -220,7 +220,9 @@ class AttachSession:
                 raise Draining
             delivered = Delivered.from_proto(submit.delivered, submit.next_sequence)
             trial_tokens = max(submit.trial_tokens, MIN_TRIAL_TOKENS) if submit.is_trial else 0
-            origin = Origin(self._backend.name, submit.attempt, stream_id, delivered, trial_tokens)
+            origin = Origin(
+                self._backend.name, submit.attempt, stream_id, delivered, trial_tokens, is_moved=submit.is_moved
+            )
             live = await self._backend.open(request, timeout_s=submit.timeout_s or None, outbox=self, origin=origin)
         except Exception as error:  # noqa: BLE001  # whatever it is ends this request alone, with its status
             self._refused.append(

@@ -100,6 +100,7 @@ class Answering:
             next_sequence=self.delivered.next_sequence,
             is_trial=self.is_suspect,
             trial_tokens=self.trial_tokens if self.is_suspect else 0,
+            is_moved=self.has_started,
         )
 
     def placed(self, stream: LinkStream) -> None:

@@ -31,6 +31,7 @@ from tests.fakes.router_process import RouterProcess, spawn_router
 from tests.fakes.scrape import scrape
 from tests.fakes.script_engine import ScriptKnobs, script, script_text
 from tests.fakes.script_pool import FAST, ONE_TRY, script_pool, start_replica
+from tests.fakes.waiting import until
 
 PROMPT = (10, 20, 30)
 NUM_TOKENS = 200
@@ -154,6 +155,31 @@ async def test_a_choice_that_has_ended_is_not_generated_again() -> None:
                 assert ids(pieces) == script(PROMPT, 4, 0, place + 1)
                 finishes = [choice for one in pieces for choice in one.choices if choice.finish_reason]
                 assert sorted(choice.index for choice in finishes) == [0, 1]
+
+
+async def test_only_what_a_router_moves_comes_to_an_engine_as_begun() -> None:
+    async with script_pool(0) as pool:
+        doomed = await pool.spawn("doomed", step_s=0.005)
+        async with pool.client.stream(PROMPT, max_tokens=LONG, seed=4) as stream:
+            pieces = [await anext(stream)]
+            heir = await start_replica(ReplicaConfig(routers=(pool.router.address,)))
+            pool.replicas.append(heir)
+            await until(lambda: pool.num_ready == 2)
+            submit, begun = heir.engine.submit, []
+
+            def note(work: Any) -> None:
+                begun.append(work.is_moved)
+                submit(work)
+
+            heir.engine.submit = note  # type: ignore[method-assign, assignment]
+            await doomed.kill()
+            pieces += [piece async for piece in stream]
+        assert_whole(pieces, 4, LONG)
+        delivered = pb.DeliveredChoice(index=0, token_ids=script(PROMPT, 5, 0, 7))
+        resume = pb.ResumeRequest(request=request(max_tokens=30, seed=5), delivered=[delivered], next_sequence=3)
+        async with Wire(pool.router.address) as wire:
+            assert [piece async for piece in wire.stub.Resume(resume)]
+    assert begun == [True, False]
 
 
 class Wire:

@@ -169,6 +169,7 @@ async def test_each_attempt_gets_what_all_before_it_brought() -> None:
     assert [list(one.token_ids) for place in (1, 2) for one in run.submit(place).delivered] == [[1, 2], [1, 2, 3]]
     assert [run.submit(place).next_sequence for place in range(3)] == [0, 2, 3]
     assert not any(run.submit(place).is_trial for place in range(3))
+    assert [run.submit(place).is_moved for place in range(3)] == [False, True, True]
     assert run.answering.num_placements == 3
 
 

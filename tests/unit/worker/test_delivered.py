@@ -43,7 +43,11 @@ def speaker(*texts: str) -> NextToken:
 
 
 def request(name: str = "r", prompt: str = "hi", **values: Any) -> GenerateRequest:
-    own = {key: values.pop(key) for key in ("delivered", "finished", "is_trial", "trial_tokens") if key in values}
+    own = {
+        key: values.pop(key)
+        for key in ("delivered", "finished", "is_trial", "trial_tokens", "is_moved")
+        if key in values
+    }
     return GenerateRequest(
         request_id=name, prompt_token_ids=tuple(prompt.encode()), sampling=SamplingParams(**values), **own
     )
@@ -233,6 +237,20 @@ def test_a_trial_has_its_first_steps_alone_and_is_announced_before_and_after(
     assert any(len(step) > 1 and "trial" in step for step in steps_of(runner)[together:])
     assert {event.request_id for event in events} == {"x", "y", "late", "trial"}
     assert [phase for _, phase in phases_of(engine)].count(Phase.TRIAL_BEGAN) == 1
+
+
+def test_an_answer_that_was_under_way_elsewhere_goes_on_before_others_begin_in_the_order_in_which_such_came() -> None:
+    engine, runner = script_engine(speaker("abcdefgh"), max_batch=1)
+    for name in ("runs", "waits"):
+        engine.add(request(name))
+    engine.step()
+    for name in ("moved", "moved later"):
+        engine.add(request(name, delivered=(tuple(b"abc"),), is_moved=True))
+    engine.add(request("resumed by its client", delivered=(tuple(b"abc"),)))
+    events = run(engine)
+    first = dict.fromkeys(event.request_id for event in events)
+    assert list(first) == ["runs", "moved", "moved later", "waits", "resumed by its client"]
+    assert runner.batches
 
 
 def test_no_step_is_under_way_when_a_trial_begins_or_has_passed() -> None:
