@@ -70,11 +70,15 @@ class ScriptPool:
 
     async def spawn(self, name: str, config: Mapping[str, object] | None = None, /, **knobs: object) -> ReplicaProcess:
         """One more replica, as a process of its own that ends with the pool; returns when it is ready."""
-        before = self.num_ready
         process = await spawn_replica({"routers": [self.router.address], "name": name, **(config or {})}, knobs)
         self.processes.append(process)
-        await until(lambda: self.num_ready == before + 1, 60)
+        await until(lambda: self._is_ready(process.address), 60)
         return process
+
+    def _is_ready(self, address: str) -> bool:
+        """Counting would not do: one that was killed just now may count still."""
+        ready = control_pb2.REPLICA_STATE_READY
+        return any(load.address == address and load.state == ready for load in self.router.pool.loads())
 
 
 def _is_busy(load: control_pb2.ReplicaLoad) -> bool:
