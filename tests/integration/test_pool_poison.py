@@ -84,6 +84,7 @@ async def test_a_repeated_poison_is_refused_at_once_and_says_what_it_is() -> Non
                 await read(call)
             assert caught.value.is_poison
             assert caught.value.request_id
+        await until(lambda: num_dead(processes) >= 2)
         assert num_dead(processes) == 2
         seen = await scrape(pool.router.metrics_address)
     assert seen.value("poisoned_requests_total") == 1
