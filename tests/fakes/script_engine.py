@@ -123,17 +123,10 @@ class ScriptEngine:
         with self._lock:
             if len(self._waiting) >= self.knobs.max_waiting:
                 raise QueueFull(len(self._waiting), self.knobs.max_waiting, retry_after_s=0.05)
-            row = _Row(request, _choices(request, self.info))
-            self._waiting.insert(self._place_of(request), row)
+            self._waiting.append(_Row(request, _choices(request, self.info)))
+            # Trials first, then what was under way elsewhere, as in a real engine.
+            self._waiting.sort(key=lambda row: (not row.request.is_trial, not row.request.is_moved))
             self._lock.notify()
-
-    def _place_of(self, request: GenerateRequest) -> int:
-        """In the queue: trials first, then what was under way elsewhere, then all others, like in a real engine."""
-        if request.is_trial:
-            return 0
-        if not request.is_moved:
-            return len(self._waiting)
-        return sum(row.request.is_trial or row.request.is_moved for row in self._waiting)
 
     def cancel(self, request_id: str) -> None:
         with self._lock:

@@ -8,14 +8,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import psutil
 import pytest
 
 from cluster.cli.load_table import READY
-from cluster.client import Answer, AsyncGraphpoolClient, GraphpoolClient
+from cluster.client import AsyncGraphpoolClient, GraphpoolClient
 from protos import control_pb2
 from tests.fakes.command_line import graphpool, read_until, running
 from tests.fakes.scrape import fetch, parse
@@ -110,13 +109,10 @@ def test_an_answer_arrives_in_pieces(served: Served) -> None:
     assert [piece.sequence for piece in pieces] == list(range(len(pieces)))
 
 
-def test_requests_at_the_same_time_are_spread_over_the_replicas(served: Served) -> None:
-    def ask(number: int) -> Answer:
-        with GraphpoolClient(served.address) as client:
-            return client.generate([number, number], max_tokens=24, temperature=0.0, ignore_eos=True)
-
-    with ThreadPoolExecutor() as threads:
-        answers = list(threads.map(ask, range(5, 9)))
+async def test_requests_at_the_same_time_are_spread_over_the_replicas(served: Served) -> None:
+    async with AsyncGraphpoolClient(served.address) as client:
+        asked = (client.generate([n, n], max_tokens=24, temperature=0.0, ignore_eos=True) for n in range(5, 9))
+        answers = await asyncio.gather(*asked)
     assert {answer.execution.replica for answer in answers if answer.execution} == {"replica-0", "replica-1"}
 
 
