@@ -23,7 +23,7 @@ from tests.fakes.waiting import until
 
 POISON = (66, 6)
 PROMPT = (10, 20, 30)
-STEP_S = 0.01
+STEP_S = 0.02
 """Long enough for a busy machine to keep up with the steps of three processes."""
 NEVER_S = 3600.0
 MEASURED = replace(FAST, metrics_listen="127.0.0.1:0")
