@@ -39,9 +39,11 @@ def with_routes(metrics: App, *, is_serving: Callable[[], bool] | None = None, v
 
     Every other path is 404: a probe of a path that is not there must not pass. Only GET and HEAD are answered.
     """
-    replies = {HEALTH: partial(_health, is_serving)} if is_serving is not None else {}
+    replies: dict[str, Callable[[], Reply]] = {}
+    if is_serving is not None:
+        replies[HEALTH] = partial(_health, is_serving)
     if values is not None:
-        replies |= {path: partial(_file, name, kind) for path, (name, kind) in FILES.items()}
+        replies |= {path: _file(name, kind) for path, (name, kind) in FILES.items()}
         replies[POOL] = partial(_numbers, values)
 
     def answer(environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
@@ -59,9 +61,10 @@ def with_routes(metrics: App, *, is_serving: Callable[[], bool] | None = None, v
     return answer
 
 
-def _file(name: str, kind: str) -> Reply:
+def _file(name: str, kind: str) -> Callable[[], Reply]:
     body = resources.files(__package__).joinpath(name).read_bytes()
-    return Reply("200 OK", f"{kind}; charset=utf-8", body, SECURITY_HEADERS)
+    reply = Reply("200 OK", f"{kind}; charset=utf-8", body, SECURITY_HEADERS)
+    return lambda: reply
 
 
 def _numbers(values: Values) -> Reply:
