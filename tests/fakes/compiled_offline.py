@@ -13,10 +13,18 @@ from tests.fakes.command_line import ROOT
 
 
 def compiled_offline(program: str, cache: Path, *arguments: str, timeout_s: float = 240) -> list[dict[str, Any]]:
-    """What it found, in a process of its own, without Triton's interpreter and with a cache of its own."""
+    """What it found."""
+    run = run_compiler("-m", f"tests.fakes.{program}", *arguments, cache=cache, timeout_s=timeout_s)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    return found
+
+
+def run_compiler(*arguments: str, cache: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in a process of its own, without Triton's interpreter and with a cache of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", f"tests.fakes.{program}", *arguments],
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
@@ -24,6 +32,3 @@ def compiled_offline(program: str, cache: Path, *arguments: str, timeout_s: floa
         timeout=timeout_s,
         check=False,
     )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(run.stdout)
-    return found

@@ -39,9 +39,8 @@ from worker.request import (
     RequestFailed,
     RequestPhase,
     Timings,
-    check_delivered,
 )
-from worker.sampling import check_token_ids
+from worker.request_check import check_request
 from worker.service import EventSink
 
 
@@ -119,7 +118,7 @@ class ScriptEngine:
             raise EngineDead("the script is over")
         if self._is_draining:
             raise Draining
-        _check(request, self.info)
+        check_request(request, self.info)
         with self._lock:
             if len(self._waiting) >= self.knobs.max_waiting:
                 raise QueueFull(len(self._waiting), self.knobs.max_waiting, retry_after_s=0.05)
@@ -359,19 +358,6 @@ class ScriptEngine:
 
 class _ScriptedCrash(Exception):
     pass
-
-
-def _check(request: GenerateRequest, info: EngineInfo) -> None:
-    length, params = len(request.prompt_token_ids), request.sampling
-    if length == 0:
-        raise InvalidRequest("prompt", "is empty")
-    if length >= info.max_model_len:
-        raise InvalidRequest("prompt", f"has {length} tokens, the limit is {info.max_model_len - 1}")
-    if length + (params.max_tokens or 1) > info.max_model_len:
-        raise InvalidRequest("max_tokens", f"{params.max_tokens} does not fit after {length} prompt tokens")
-    check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
-    check_delivered(request, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
-    params.check_vocabulary(info.vocab_size)
 
 
 def _choices(request: GenerateRequest, info: EngineInfo) -> list[_Choice]:

@@ -138,7 +138,9 @@ async def test_what_one_router_found_guilty_no_other_router_tries() -> None:
         assert (await second.client.generate(PROMPT, max_tokens=2)).token_ids
 
 
-async def test_a_verdict_that_ended_every_replica_is_there_before_the_first_successor_takes_anything() -> None:
+@asynccontextmanager
+async def emptied_by_poison(within_s: float) -> AsyncIterator[tuple[ScriptPool, ScriptPool, dict[str, Any]]]:
+    """Two routers that both lost both replicas to it, of which the first alone has a verdict; and what replicas are given."""
     patient = replace(FAST, wait_for_replica_s=20.0)
     async with script_pool(0, router=patient) as first, script_pool(0, router=patient) as second:
         options = {"routers": [first.router.address, second.router.address], "enable_fault_injection": True}
@@ -147,7 +149,12 @@ async def test_a_verdict_that_ended_every_replica_is_there_before_the_first_succ
         await second.router.wait_ready(2, timeout_s=10)
         with pytest.raises(InternalError):
             await first.client.generate(POISON, max_tokens=4)
-        await until(lambda: second.num_ready == 0, 5)
+        await until(lambda: second.num_ready == 0, within_s)
+        yield first, second, options
+
+
+async def test_a_verdict_that_ended_every_replica_is_there_before_the_first_successor_takes_anything() -> None:
+    async with emptied_by_poison(5) as (first, second, options):
         again = asyncio.create_task(second.client.generate(POISON, max_tokens=4))
         await asyncio.sleep(0.2)
         successor = await first.spawn("r0", options, step_s=0.02)  # a canary takes its time; the news none
@@ -160,15 +167,7 @@ async def test_a_verdict_that_ended_every_replica_is_there_before_the_first_succ
 async def test_a_successor_learns_of_a_verdict_before_it_is_ready_for_anybody_however_late_its_router_dials(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    patient = replace(FAST, wait_for_replica_s=20.0)
-    async with script_pool(0, router=patient) as first, script_pool(0, router=patient) as second:
-        options = {"routers": [first.router.address, second.router.address], "enable_fault_injection": True}
-        for name in ("r0", "r1"):
-            await poisoned((await first.spawn(name, options)).address)
-        await second.router.wait_ready(2, timeout_s=10)
-        with pytest.raises(InternalError):
-            await first.client.generate(POISON, max_tokens=4)
-        await until(lambda: second.num_ready == 0, 10)
+    async with emptied_by_poison(10) as (first, second, options):
         dial_late(first, 1.0, monkeypatch)
         again = asyncio.create_task(second.client.generate(POISON, max_tokens=4))
         await until(lambda: second.router.pool.num_live == 1, 5)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fakes.compiled_offline import run_compiler
 from worker.causal_lm import NativeCausalLM
 from worker.context_ahead import make_context_ahead
 from worker.kernels.nothing_runs import NothingRuns, nothing_launched
@@ -23,23 +21,13 @@ from worker.model.shortened import shortened
 
 from bench.shapes import TINY_SHAPE  # isort: skip
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "deterministic", "processes"])
 def test_no_step_of_any_key_builds_a_kernel_later(mode: str, tmp_path: Path) -> None:
     """And with processes, none is built in this one; no step loads what only torch's compiler needs."""
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.compile_ahead", mode],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = run_compiler("-m", "tests.fakes.compile_ahead", mode, cache=tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["asked"] == found["ahead"] > 10

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fakes.compiled_offline import run_compiler
 from worker.kernels.cache_entry import is_whole
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(cache: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """What the program printed, and its log."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.compile_damaged", *arguments],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        | {"TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_compiler("-m", "tests.fakes.compile_damaged", *arguments, cache=cache, timeout_s=240)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found, done.stderr
@@ -51,20 +40,11 @@ def test_two_starts_share_a_cache_and_one_may_lose_a_process_in_the_middle(tmp_p
 def test_a_folder_that_is_none_is_refused_in_words(tmp_path: Path) -> None:
     """Not by the end of the process."""
     (tmp_path / "file").write_text("")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from tests.fakes.compile_damaged import *; from worker.kernels.build_main import build\n"
-            "print(build(BuildJob.of(a_kernel()).pickled()))",
-        ],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        | {"TRITON_CACHE_DIR": str(tmp_path / "file")},
-        capture_output=True,
-        text=True,
-        timeout=120,
+    script = (
+        "from tests.fakes.compile_damaged import *; from worker.kernels.build_main import build\n"
+        "print(build(BuildJob.of(a_kernel()).pickled()))"
     )
+    done = run_compiler("-c", script, cache=tmp_path / "file", timeout_s=120)
     assert "NotADirectoryError" in done.stdout, done.stderr[-2000:]
 
 
